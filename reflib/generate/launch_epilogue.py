@@ -36,7 +36,8 @@ def with_appended(x: Extern, node: KernelNode, buffers: dict[str, Buffer]) -> tu
         name = _unused(f"{kernel.function}_epilogue_{a.argument}", source)
         store = the_store(x, a.argument)
         printer = _EpiloguePrinter(a, given, node, buffers, needs, store.masked)
-        functions.append(printer.function(name, a.dtype))
+        named = ["mask"] * (len(store.call.args) > 2) + [str(k.arg) for k in store.call.keywords]
+        functions.append(printer.function(name, a.dtype, named))
         more = [*map(pointer_name, printer.pointers), *(s.name for s in printer.sizes())]
         for given_name in more:
             parameters.setdefault(given_name, _unused(f"appended_{given_name}", source))
@@ -81,8 +82,9 @@ class _EpiloguePrinter(StatementPrinter):
     def sizes(self) -> list[Sym]:
         return sorted(self.symbols)
 
-    def function(self, name: str, dtype: torch.dtype) -> str:
-        """``value`` is rounded as ``tl.store`` does it, then used as if it had been read."""
+    def function(self, name: str, dtype: torch.dtype, named: list[str]) -> str:
+        """``value`` is rounded as ``tl.store`` does it, then used as if it had been read. ``named``: what the call gives
+        besides. (Triton 3.6 takes no default that is a string.)"""
         divided = any(divisions(e) for s in self.space.body for e in stmt_exprs(s))
         self.put("x = pointer" + (".to(tl.int32)" if divided and not self.wide else ""))
         if self.masks["x"]:
@@ -90,10 +92,10 @@ class _EpiloguePrinter(StatementPrinter):
         stored = f"tl.cast(value, {TL[torch.int8 if dtype == torch.bool else dtype]})"
         self.put(f"acc = {stored}" + (" != 0" if dtype == torch.bool else ".to(tl.float32)" if dtype in HALF else ""))
         self.statements()
-        given = [*map(pointer_name, self.pointers), *(s.name for s in self.sizes()), "pointer", "value", "mask=None"]
-        given += [f'{k}: tl.constexpr = ""' for k in ("cache_modifier", "eviction_policy")]
+        given = [*map(pointer_name, self.pointers), *(s.name for s in self.sizes()), "pointer", "value"]
+        own = [n if n == "mask" else f"{n}: tl.constexpr" for n in named if n not in given]
         ops = ", ".join(dict.fromkeys(o.op.removeprefix("aten.") for o in self.loops.origins))
-        listed = f"\n    {', '.join(given[:-2])},\n    {', '.join(given[-2:])},\n"
+        listed = f"\n    {', '.join([*given, *own])},\n"
         head = f"@triton.jit\ndef {name}({listed}):\n    # {ops}, on what is stored\n"
         return head + "".join(f"    {line}\n" for line in self.lines)
 
