@@ -203,7 +203,7 @@ def _joined(p: Producer, work: _Work) -> tuple[Producer, list[Producer]]:
         q = work.producers[names[0]]
         loads = [s for s in loops.loads() if s.buffer == names[0]]
         near = work.calls[q.position] == work.calls[p.position] and len(loops.body) + len(q.loops.body) <= MAX_OPS
-        if near and _cheap(loops, loads, q) and _alone(q, work.depends):
+        if near and _cheap(loops, loads, q) and _alone(q, work.depends) and _moves_less(loops, q, work):
             loops = replace_loads(loops, q)
             parts.append(q)
     store = next(s for s in loops.stores() if s.buffer == p.store.buffer)

@@ -90,7 +90,9 @@ class _EpiloguePrinter(StatementPrinter):
         if self.masks["x"]:
             self.put("xmask = mask")
         stored = f"tl.cast(value, {TL[torch.int8 if dtype == torch.bool else dtype]})"
-        self.put(f"acc = {stored}" + (" != 0" if dtype == torch.bool else ".to(tl.float32)" if dtype in HALF else ""))
+        if dtype in HALF:  # where() is always true: or LLVM joins a product before the rounding with a sum behind it
+            stored = f"tl.where(x >= 0, {stored}.to(tl.float32), 0.0)"
+        self.put(f"acc = {stored}" + (" != 0" if dtype == torch.bool else ""))
         self.statements()
         given = [*map(pointer_name, self.pointers), *(s.name for s in self.sizes()), "pointer", "value"]
         own = [n if n == "mask" else f"{n}: tl.constexpr" for n in named if n not in given]
