@@ -83,8 +83,8 @@ class _EpiloguePrinter(StatementPrinter):
         return sorted(self.symbols)
 
     def function(self, name: str, dtype: torch.dtype, named: list[str]) -> str:
-        """``value`` is rounded as ``tl.store`` does it, then used as if it had been read. ``named``: what the call gives
-        besides. (Triton 3.6 takes no default that is a string.)"""
+        """``value`` is rounded as ``tl.store`` does it, then used as if it had been read. ``named``: what the call
+        gives besides. (Triton 3.6 takes no default that is a string.)"""
         divided = any(divisions(e) for s in self.space.body for e in stmt_exprs(s))
         self.put("x = pointer" + (".to(tl.int32)" if divided and not self.wide else ""))
         if self.masks["x"]:

@@ -75,7 +75,7 @@ def _exact_power(x: Value, e: float) -> Value | None:
     }
     if e in special:
         return special[e]()
-    if x.dtype == torch.float32 and e == int(e) and abs(e) <= 16:
+    if x.dtype == torch.float32 and e.is_integer() and abs(e) <= 16:
         power = _integer_power(x, abs(int(e)))
         return power if e > 0 else 1 / power
     return None

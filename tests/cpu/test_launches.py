@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import reflib
 from reflib.ir.program import Config, kernel_variants
+from reflib.observe.explain import Explanation
 
 HALF = torch.bfloat16
 
@@ -19,12 +20,12 @@ def half(*shape: int, grad: bool = False) -> torch.Tensor:
     return torch.randn(*shape, dtype=HALF, requires_grad=grad)
 
 
-def explained(fn: Callable[..., Any], *args: Any) -> reflib.Explanation:
+def explained(fn: Callable[..., Any], *args: Any) -> Explanation:
     torch._dynamo.reset()
     return reflib.explain(fn, *args, target="sm_90")
 
 
-def launches(e: reflib.Explanation) -> list[tuple[Config, str]]:
+def launches(e: Explanation) -> list[tuple[Config, str]]:
     """(Config, source) of each kernel of the first graph, fast variants alone."""
     sources = {k.name: k.source for k in e.kernels}
     fast = [v.variants[0].kernel for v in kernel_variants(e.scheduled.nodes)]

@@ -49,7 +49,7 @@ def built(path: Path, archs: list[str], f: Any = None, args: Any = (X,), **optio
     return found
 
 
-def products(variant: manifest.PackagedVariant) -> list[manifest.Kernel]:
+def products(variant: manifest.PackagedVariant) -> list[manifest.KernelEntry]:
     return [k for k in variant.kernels if "mm" in k.name and not k.late]
 
 
