@@ -13,8 +13,9 @@ less work than to store the input and read it back: ``avg_pool(relu(bn(x)))`` is
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 
 import torch
 
@@ -147,7 +148,7 @@ def make_producer(position: int, loops: LoopNest, store: Store) -> Producer | No
 def _inline_into(loops: LoopNest, position: int, work: _Work) -> LoopNest:
     """``loops`` with every load replaced that should be, loads in inlined bodies included. What gathers comes last: by
     then all loads of it are there, of which more than one would repeat it."""
-    keep, given, own = set[str](), loops, None
+    keep, given, own, longest = set[str](), loops, None, _longest(loops)
     while True:
         names = [n for n in loops.reads() if n in work.producers and n not in keep]
         if not names:
@@ -155,18 +156,20 @@ def _inline_into(loops: LoopNest, position: int, work: _Work) -> LoopNest:
         name = min(names, key=lambda n: gathers(work.producers[n].loops))
         own = own or single(position, loops, work.depends)
         for p in _forms(own, position, work.producers[name], work):
-            if _should_inline(loops, given, position, p, work):
-                inlined = replace_loads(loops, p)
+            made = cache(partial(replace_loads, loops, p))
+            if _should_inline(loops, given, position, p, work, made):
+                inlined = made()
                 if gathers(p.loops):
                     inlined = replace(inlined, body=without_selects(inlined.body))
                     if len(inlined.body) > MAX_BODY:
                         continue
-                if _longest(inlined) <= max(MAX_TEXT, _longest(loops)):
+                length = _longest(inlined)
+                if length <= max(MAX_TEXT, longest):
                     for read in p.loops.reads():
                         work.readers.setdefault(read, set()).add(position)
                     work.reads_no_more(position, name)
                     work.nodes[position] = loops = inlined
-                    own = None
+                    own, longest = None, length
                     break
         else:
             keep.add(name)
@@ -210,8 +213,10 @@ def _joined(p: Producer, work: _Work) -> tuple[Producer, list[Producer]]:
     return replace(p, loops=loops, store=store), parts
 
 
-def _should_inline(loops: LoopNest, given: LoopNest, position: int, p: Producer, work: _Work) -> bool:
-    """``given``: the consumer before anything was inlined into it."""
+def _should_inline(
+    loops: LoopNest, given: LoopNest, position: int, p: Producer, work: _Work, made: Callable[[], LoopNest]
+) -> bool:
+    """``given``: the consumer before anything was inlined into it; ``made()``: with the producer inlined."""
     depends = work.depends
     loads = [s for s in loops.loads() if s.buffer == p.store.buffer]
     if any(depends.written_between(b, p.position, position + 1) for b in p.loops.reads()):
@@ -222,9 +227,10 @@ def _should_inline(loops: LoopNest, given: LoopNest, position: int, p: Producer,
     each = sum(not isinstance(s, (Const, Store)) for s in p.loops.body) - 1 if window else len(p.loops.body)
     if not positions and len(loops.body) + indices * each > MAX_BODY:
         return False
-    if not (not window and _cheap(loops, loads, p) or work.gpu and _pays(loops, given, p, work)):
+    cheap = not window and _cheap(loops, loads, p)
+    if not (cheap or work.gpu) or not _moves_less(loops, p, work):
         return False
-    if not _moves_less(loops, p, work):
+    if not cheap and not _pays(loops, given, p, work, made):
         return False
     if any(s.mask is not None for s in loads) and not all(nonneg(s.size - 1) for s in positions):
         return False
@@ -288,7 +294,7 @@ def _stored(p: Producer, work: _Work) -> bool:
     return sum(buffers[b].nbytes.hint() for b in freed) > 1.02 * buffers[name].nbytes.hint()
 
 
-def _pays(loops: LoopNest, given: LoopNest, p: Producer, work: _Work) -> bool:
+def _pays(loops: LoopNest, given: LoopNest, p: Producer, work: _Work, made: Callable[[], LoopNest]) -> bool:
     """Is the work that is repeated cheaper than to store a result and read it, where nothing else does? All of the work
     that ``given`` has got until now: of a chain, only what ``given`` itself reads would be stored. Not for a broadcast,
     whose source is small, and which may be fused with what made it."""
@@ -297,7 +303,7 @@ def _pays(loops: LoopNest, given: LoopNest, p: Producer, work: _Work) -> bool:
         return False
     gone = set(given.reads()) - (set(loops.reads()) - {name})
     saved = 2 * sum(work.program.buffers[b].nbytes.hint() for b in gone)
-    repeated = (work_of(replace_loads(loops, p)) - work_of(given)) * points - work_of(p.loops) * elements
+    repeated = (work_of(made()) - work_of(given)) * points - work_of(p.loops) * elements
     return repeated <= PER_BYTE * saved
 
 
