@@ -292,8 +292,10 @@ def _short(scores: torch.Tensor, width: Any) -> bool:
     *batch, queries, keys = scores.shape
     if not all(isinstance(n, int) for n in (*batch, queries, keys, width)):
         return False
+    if keys > TILE:  # then it is memory that counts, even for one query
+        return False
     heads = math.prod(batch)
-    tiles = math.ceil(queries / TILE) * math.ceil(keys / TILE)
+    tiles = math.ceil(queries / TILE)
     moved = 4 * (queries + keys) * width  # of q, k, v and the result, in bytes
     fused = heads * max(tiles * TILE**2 * 4 * width / FLOPS_PER_SECOND, moved / BYTES_PER_SECOND)
     apart = heads * (moved + 12 * queries * keys) / BYTES_PER_SECOND + LAUNCHES

@@ -18,6 +18,7 @@ import operator
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true as known
 
 from ..options import Options
 from .copies import copied
@@ -41,13 +42,18 @@ def without_clones(module: GraphModule, options: Options, gpu: bool) -> GraphMod
 
 
 def _in_order(node: Node) -> bool:
-    """Is it a copy in the order in memory of what is copied?"""
+    """Is it a copy, in its order in memory, of all that is in a storage? (What views a part of one, by places in it or
+    as another dtype, was traced for places in the copy.)"""
     if node.target is not aten.clone.default:
         return False
     source, made = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
     if type(source) is not type(made) or not isinstance(made, torch.Tensor) or made.layout != torch.strided:
         return False
-    return all(s == t or n == 1 for s, t, n in zip(source.stride(), made.stride(), made.shape, strict=True))
+    whole = _root(node.args[0]).meta.get("val")  # type: ignore[arg-type]
+    if not isinstance(whole, torch.Tensor) or not known(source.storage_offset() == made.storage_offset()):
+        return False
+    sizes = zip(source.stride(), made.stride(), made.shape, strict=True)
+    return known(source.numel() == whole.numel()) and all(known(s == t) or known(n == 1) for s, t, n in sizes)
 
 
 def _writes(node: Node) -> bool:

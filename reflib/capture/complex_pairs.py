@@ -292,8 +292,8 @@ def _real_part(d: _Writer, z: Pair, dims: Any, normalization: int) -> Node:
 
 
 @rule(aten.copy.default, computes=False)
-def copy(d: _Writer, _: Any, x: Any, *__: Any) -> Pair:
-    return d.pair(*_pair(x))
+def copy(d: _Writer, _: Any, x: Any, *__: Any) -> Any:
+    return d.pair(*_pair(x)) if d.value.is_complex() else d.whole(_pair(x).re)
 
 
 @rule(aten.complex.default, computes=False)

@@ -140,7 +140,7 @@ class _Appending:
         seen: set[int] = set()
         while todo:
             unit = self._unit(todo.pop())
-            if max(unit) < i or unit <= seen:
+            if unit <= seen:  # (one that lies before ``i`` may have taken what comes later)
                 continue
             seen |= unit
             needs = set().union(*(self.depends.before[p] for p in unit)) - unit

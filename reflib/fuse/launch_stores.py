@@ -142,7 +142,7 @@ class _Walk:
         elif isinstance(s, ast.While):
             self._repeated(s, "a while loop")
         elif isinstance(s, (ast.Return, ast.Break, ast.Continue)):
-            if self.inside or self.around:
+            if self.inside or self.around or s is not self.body[-1]:
                 raise NotSimple("it may return, or leave a loop, early")
         elif not isinstance(s, ast.Pass):
             self._mention(s)
@@ -341,8 +341,8 @@ class _Walk:
         if not isinstance(a, Number) or not isinstance(b, Number):
             return self._rest(e)
         if a.fixed and b.fixed and (d := (a.value - b.value).constant) is not None:
-            return Fixed({ast.Lt: d < 0, ast.LtE: d <= 0, ast.Gt: d > 0, ast.GtE: d >= 0, ast.Eq: d == 0}
-                         .get(type(op), d != 0))  # fmt: skip
+            of = {ast.Lt: d < 0, ast.LtE: d <= 0, ast.Gt: d > 0, ast.GtE: d >= 0, ast.Eq: d == 0, ast.NotEq: d != 0}
+            return Fixed(of[type(op)]) if type(op) in of else KNOWN
         if type(op) not in _COMPARED:
             return KNOWN
         sign, more = _COMPARED[type(op)]
@@ -393,6 +393,8 @@ class _Walk:
             v, kind = self.value(e.func.value), ast.unparse(e.args[0]) if e.args else ""
             if isinstance(v, Number) and kind in ("tl.int64", "tl.int32") and not e.keywords:
                 return replace(v, fixed=False)
+        if isinstance(e.func, ast.Attribute):
+            self.place_used(self.value(e.func.value), f"`{ast.unparse(e)}`")
         args = [self.value(a) for a in e.args] + [self.value(k.value) for k in e.keywords]
         if any(isinstance(a, Place) or a is LOST for a in args):
             if name == "tl.load":

@@ -75,10 +75,8 @@ def _exact_power(x: Value, e: float) -> Value | None:
     }
     if e in special:
         return special[e]()
-    if x.dtype == torch.float32 and e.is_integer() and abs(e) <= 16:
-        power = _integer_power(x, abs(int(e)))
-        return power if e > 0 else 1 / power
-    return None
+    few = x.dtype == torch.float32 and e.is_integer() and 0 < e <= 16
+    return _integer_power(x, int(e)) if few else None
 
 
 def _integer_power(x: Value, n: int) -> Value:

@@ -139,6 +139,8 @@ def padded_product(
 def _only_long(b: View, n: int, k: int) -> bool:
     """Would ``b`` be copied for a few rows more, which are few beside its own?"""
     rows = _int(b.shape[-2])
+    if b.dtype == torch.float16:  # the rest alone may be more than it holds
+        return False
     return not _is_copied(b, (rows, n)) and rows != k and not _by_columns(b) and rows >= LONG * BYTES
 
 

@@ -404,8 +404,8 @@ def adaptive_max_pool_backward(cx: LoweringContext, grad: View, x: View, indices
 def unfold_backward(cx: LoweringContext, grad: View, sizes: Any, dim: int, size: int, step: int) -> View:
     """``grad`` has a position per window in dimension ``dim``, and the windows' elements in a last one."""
     out = cx.out()
-    if not out.shape:
-        raise Unsupported("windows of a number")
+    if not out.shape or size == 0:
+        raise Unsupported("windows of a number, or of nothing")
     d = dim % len(out.shape)
     after = len(out.shape) - 1 - d
     g = Geometry.of(1, size, step, 0, 1, False)

@@ -231,7 +231,10 @@ def _suits_host(m: manifest.Manifest) -> None:
         raise PackageError(f"torch {torch.__version__} has no {missing}: packages need torch 2.11 or later")
     for lib in m.libraries:
         if lib.module.startswith("reflib."):  # ours: importing it registers the op
-            importlib.import_module(lib.module)
+            try:
+                importlib.import_module(lib.module)
+            except ImportError as e:
+                raise PackageError(f"it calls {lib.op} of {lib.module}, which this reflib has not: {e}") from e
         if not lib.symbol and not _registered(lib.op):
             raise PackageError(f"it calls {lib.op}, which is not registered here: first {lib.remedy}")
 

@@ -57,6 +57,8 @@ def _product_scatter(x: torch.Tensor, w: torch.Tensor, group_name: str) -> torch
     s = _storage(x, w, group_name)
     if x.shape[0] % s.size:
         raise RanksError(f"{x.shape[0]} rows cannot be scattered over {s.size} ranks")
+    if s.size == 1:
+        return torch.matmul(x, w)
     rows = x.reshape(s.size, math.prod(x.shape[:-1]) // s.size, x.shape[-1])
     out = x.new_empty(rows.shape[1], w.shape[1])
     most = _rows_at_once(s, rows.shape[1], w.shape[1] * x.element_size())

@@ -12,7 +12,8 @@ replay. So each input is one of
 **Memory.** What a recording returns is in memory of its own, which only its next replay writes over. So it is replayed
 only if no reference is left to what it returned last (by the storages' use counts); else another one is made, at most
 ``RECORDINGS`` for a *signature*: the sizes and numbers among the inputs, and the stream. An output that is an input, or
-a view of one, is made of the call's own input. Results are eager's then, whatever the caller keeps or passes.
+a view of one, is made of the call's own input. Results are eager's then, whatever the caller keeps or passes. (But
+``Tensor.record_stream`` holds no replay back: wait for what another stream reads before it is released.)
 
 All other memory, which holds nothing between two replays, is one *pool* for all recordings of a stream, of whatever
 function, forward or backward: replays on a stream follow one another, so no rule of who is alive is needed. For that
@@ -346,10 +347,10 @@ def _room(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _input_of(x: torch.Tensor, args: list) -> int | None:
-    """The first of ``args`` in whose storage ``x`` is."""
+    """Which of ``args`` is ``x``, or else the first in whose storage it is, of the same dtype if there is one."""
     place = x.untyped_storage().data_ptr()
     held = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.untyped_storage().data_ptr() == place]
-    return held[0] if place and held else None
+    return min(held, key=lambda i: (args[i] is not x, args[i].dtype != x.dtype)) if place and held else None
 
 
 def _own(x: Any, args: list) -> torch.UntypedStorage | None:

@@ -32,6 +32,8 @@ def test_which_copies_are_nothing() -> None:
     assert clones(lambda x: (x.sin().t().clone(memory_format=torch.contiguous_format).cos(),), x) == 1
     assert clones(lambda x: (x.sin()[:, :4].clone() @ x[:, :4].t(),), x) == 1  # without gaps
     assert clones(lambda x: (x.sin()[0].expand(6, 8).clone() + 1,), x) == 1
+    assert clones(lambda x: (x.sin()[1:].clone().as_strided((4,), (1,)) * 2,), x) == 1  # other places
+    assert clones(lambda x: (x.sin()[1:].clone().view(torch.float64) * 1,), x) == 1
 
 
 @pytest.mark.parametrize(

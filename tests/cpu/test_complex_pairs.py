@@ -120,3 +120,10 @@ def test_what_has_no_rule_stays() -> None:
 def test_like_eager_leaves_them() -> None:
     graphs = reflib.explain(rotary, *made(), target="sm_90", numerics="eager").graphs
     assert any(isinstance(n, Extern) for s in graphs for n in s.scheduled.nodes)
+
+
+def test_a_complex_number_copied_into_a_real_tensor() -> None:
+    """Its real part, with eager's warning."""
+    x, z = torch.randn(5), torch.randn(5, dtype=torch.complex64)
+    compiled = torch.compile(lambda x, z: torch.zeros_like(x).copy_(z * z), backend="reflib")
+    torch.testing.assert_close(compiled(x, z), (z * z).real)

@@ -65,7 +65,7 @@ UNARY = {
     "gelu": lambda x: F.gelu(x.nan_to_num(0, 3, -3)),
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": lambda x: F.silu(x),
-    "sqrt_pow": lambda x: (x**2).sqrt() + x**3 - x**-1 + x**5 / x**-4,
+    "sqrt_pow": lambda x: (x**2).sqrt() + x**3 - x**-1 + x**5,
     "sign": torch.sign,
     "round": lambda x: torch.round(x) + torch.floor(x) + torch.trunc(x),
     "clamp": lambda x: x.clamp(-1, 1) + x.clamp(min=0.5),

@@ -107,6 +107,20 @@ def test_why_not(name: str) -> None:
     assert re.fullmatch(rf"the Triton kernel \w+: {re.escape(why)}", said)
 
 
+def test_no_circle_of_launches() -> None:
+    """What the first launch took may read the second's result, which then takes nothing that waits for the first."""
+    flat = WHOLE["advanced"]
+
+    def fn(x, y):
+        a = flat(x)
+        ordered = torch.sort(a.flatten())[0]
+        c = flat(y)
+        return a + c, c * ordered[: c.numel()].view_as(c)
+
+    e = explain(fn, torch.randn(12, 20), torch.randn(12, 20))
+    assert len(appended(e)) == 1
+
+
 def test_what_may_not_follow() -> None:
     """Other elements, another order, a reduction; what it reads, or writes besides; and eager's bits."""
     flat, x = WHOLE["advanced"], torch.randn(12, 20)
