@@ -11,9 +11,9 @@ number, ``x // 64 % 16``. If others need the plain result, it is stored as well.
 **How.** The kernel's text is changed (``generate.launch_epilogue``), not its syntax tree or its IR: a package and a
 reader get the same Triton. ``tl.store(out + i, v, mask=m)`` becomes a call of a function that we print,
 ``epilogue(.., out + i, v, mask=m)``, and for ``out`` the kernel is given the number 0: all that it does with its
-pointer is to add, so what it adds up is the element's number, whatever its way there is (a row's pointer, a pointer
-that is advanced per block). Triton inlines the function. A function that is an argument of the kernel would need a
-parameter in the user's text as well, and the pointers that it uses.
+pointer is to add, so what it adds up is the element's number, whatever its way there is (a row's pointer, one that was
+advanced before; not one that a loop advances). Triton inlines the function. A function that is an argument of the
+kernel would need a parameter in the user's text as well, and the pointers that it uses.
 
 * The value is rounded to the argument's type first (``tl.cast``, as ``tl.store`` does), then continues in float32, as
   if it had been stored and read: half precision is the same to the bit. In float32 a product at the end of the kernel
