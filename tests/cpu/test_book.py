@@ -246,6 +246,32 @@ def test_the_results_begin_with_what_was_timed_together() -> None:
     assert standing.counts(found) == ["1", "1", "1", "1"]  # faster, equal, slower, no number
 
 
+def test_a_floor_is_bytes_operations_or_the_device_alone() -> None:
+    limits = 1e3, 1e6  # bytes and operations per µs: 1 GB/s, 1 TFLOP/s
+    peers = ("eager", 90.0), ("reflib", 30.0)
+    rows = [row(case, us, name="moves") for case, us in peers]
+    rows += [row(case, 60.0 / us, name="moves", metric="bandwidth") for case, us in peers]  # 60 kB
+    rows += [row(case, us, name="product", at={"M": 100, "N": 100, "K": 2000}) for case, us in peers]
+    rows += [row(case, us, name="calls", clock="wall") for case, us in peers]
+    rows += [row("device alone", 7.0, name="calls"), row("reflib", 9.0, name="no peer")]
+    rows += [row(case, us, name="unknown") for case, us in peers]
+    found = {name: least for name, _, least, _ in standing.places(rows, limits)}
+    assert found == {"moves": 60.0, "product": 820.0, "calls": 7.0}
+    own = [row("copy", 2.0, name="ceilings", metric="bandwidth"), row("matmul", 3.0, name="ceilings", metric="rate")]
+    assert standing.ceilings(ROOT, own, "nowhere") == (2e3, 3e6)
+    assert standing.ceilings(ROOT, [], "nowhere") is None
+
+
+def test_the_results_have_floors_and_every_claim_that_failed(pages: Path) -> None:
+    text = unescape(article(pages, "book/results"))
+    assert text.count('class="reflib-floor"') >= 8
+    for slug, path in data.recordings(ROOT):
+        for claim in json.loads(path.read_text(encoding="utf-8"))["claims"]:
+            if claim.get("holds") is False:
+                assert text.count(claim["claim"]) >= 2, (slug, claim)  # there, and folded in its chapter's tables
+    assert any(found for path in CHAPTERS for found in standing.printed(ROOT, path.stem))
+
+
 def test_the_first_page_asks_before_it_tells(pages: Path) -> None:
     text = unescape(article(pages, "book/index"))
     _, times, least, _, _ = standing.result(ROOT)
