@@ -134,6 +134,11 @@ def test_parts_have_overviews_and_chapters_are_numbered_on_and_on(pages: Path) -
         assert all(f"../notebooks/{slug}.html" in article(pages, overview) for slug in slugs)
 
 
+def test_the_readme_counts_the_chapters() -> None:
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"The book has {len(CHAPTERS)} chapters" in text and len(data.parts(ROOT)) == 6
+
+
 # ---- the first page
 
 
