@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from reflib.lab.figures import (
-    COLOURS,
     HATCHES,
     INK,
     PLAIN,
     QUIET,
     Picture,
     below_each_other,
+    colour,
     figure,
     note,
     palette,
@@ -244,13 +244,13 @@ def _bar_panel(ax: Axes, panel: Rows, cases: list[str], log: bool) -> None:
     for place, (row, text) in enumerate(zip(panel, labels, strict=True)):
         value = row.value or 0.0
         error = (row.spread or 0.0) / 2
-        which = turn[row.case] % len(COLOURS)
+        which = turn[row.case]
         ax.barh(
             place,
             value,
             xerr=error if value else None,
-            color=COLOURS[which],
-            hatch=HATCHES[which],
+            color=colour(which),
+            hatch=HATCHES[which % len(HATCHES)],
             edgecolor="#ffffff",
             height=0.7,
             ecolor=INK,
