@@ -80,7 +80,7 @@ def below_each_other(tall: Sequence[float], high: float, **more: Any) -> tuple[F
 
 
 def palette(cases: Sequence[str]) -> dict[str, int]:
-    """case -> its place in the palette: those of ALWAYS have the same in all figures, and the others take none of it."""
+    """case -> its place in the palette: those of ALWAYS have the same in all figures, and no other has it."""
     found: dict[str, int] = {}
     for case in sorted(cases, key=lambda case: case not in ALWAYS):  # "reflib" before "reflib, tuned"
         who = case.replace(",", " ").split(" ")[0]
