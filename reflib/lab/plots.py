@@ -63,9 +63,9 @@ def lines(
         return None
     with style():
         fig, ax = plt.subplots()
-        place = palette(list(dict.fromkeys(points[0].case for points in groups.values())))
+        turn = palette(list(dict.fromkeys(points[0].case for points in groups.values())))
         for label, points in groups.items():
-            _line(ax, label, points, place[points[0].case], x)
+            _line(ax, label, points, turn[points[0].case], x)
         xs = sorted({p.at[x] for points in groups.values() for p in points})
         for label, curve in (curves or {}).items():
             ax.plot(xs, [curve(v) for v in xs], color=INK, linewidth=1, label=label)
@@ -78,6 +78,9 @@ def lines(
         if shown > 1:
             ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=_columns(ax))
     alt = _lines_alt(groups, x, metric, levels or {}, marks or {})
+    place = short_bytes if x == "bytes" else short
+    for label, curve in (curves or {}).items():
+        alt += f" {label}: " + ", ".join(f"{short(curve(v))} at {place(v)}" for v in (xs[0], xs[-1])) + "."
     return figure(fig, caption=caption, alt=alt)
 
 
