@@ -173,8 +173,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=list(out))
         items[:] = [i for i in items if i not in out]
     items.sort(key=place)
-    gpu_folder = Path(__file__).parent / "gpu"
-    wanting = [i for i in items if i.get_closest_marker("gpu") or gpu_folder in Path(str(i.path)).parents]
+    gpu_folder = str(Path(__file__).parent / "gpu") + os.sep
+    wanting = [i for i in items if i.get_closest_marker("gpu") or str(i.path).startswith(gpu_folder)]
     if not wanting:
         return
     import torch
