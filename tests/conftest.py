@@ -142,6 +142,7 @@ LONGEST = (
     "test_opinfo.py", "test_fuzz.py", "test_models.py", "test_runner.py", "test_cpp_wrapper_built.py",
     "test_cpp_wrapper.py", "test_background.py", "test_sweep.py", "test_repro.py", "test_ranks.py", "test_symmetric.py",
     "test_figures_move.py", "test_report_packed.py", "start-here.ipynb", "test_batch_invariant.py", "test_weekend.py",
+    "test_slice_sums.py", "test_complex_pairs.py", "test_user_kernels.py", "test_like_eager.py", "test_one_pass.py",
     "test_artifacts.py",
 )  # fmt: skip
 
@@ -199,6 +200,17 @@ def fresh_dynamo() -> None:
         traces = logging.getLogger("torch.__trace")
         traces.propagate = True
         traces.handlers.clear()
+
+
+@pytest.fixture(autouse=True)
+def forked_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tuner's, but for tests of how they are started."""
+    pool, own = sys.modules.get("reflib.autotune.pool"), request.path.name.startswith(("test_pool", "test_tuner"))
+    if pool and not own and request.config.getoption("--quick"):
+        from tests.kernels import fork_workers
+
+        monkeypatch.setattr(pool, "subprocess", pool.subprocess)
+        fork_workers()
 
 
 @pytest.fixture

@@ -44,6 +44,7 @@ class Placed(ForkServerProcess):
         os.environ.clear()
         os.environ.update(env)
         os.chdir(folder)
+        fork_more()
         super().run()
 
 
@@ -89,23 +90,29 @@ def start_workers(settings: dict[str, Any], fd: int, log: int) -> None:
     zygote.main({**settings, "fd": fd})
 
 
-def fork_more() -> None:
-    """What this process and its children start, ranks and the tuner's workers, is forked where it was forked itself."""
+def fork_workers() -> None:
+    """The tuner's workers, which import torch too."""
     from reflib.autotune import pool
-    from reflib.lab import rank_group
 
-    context = ForkServerContext()
-    context.Process = Placed
-    forkserver._forkserver.ensure_running = lambda: None  # it runs, though it was not this process that started it
-    rank_group.multiprocessing = SimpleNamespace(get_context=lambda way: context)
+    fork_server()
     names = {"TimeoutExpired": subprocess.TimeoutExpired, "DEVNULL": subprocess.DEVNULL}
     pool.subprocess = SimpleNamespace(Popen=Zygote, **names)
+
+
+def fork_more() -> None:
+    """In a forked process: what it and its children start, ranks and the tuner's workers, is forked where it was."""
+    from reflib.lab import rank_group
+
+    forkserver._forkserver.ensure_running = lambda: None  # it runs, though it was not this process that started it
+    rank_group.multiprocessing = SimpleNamespace(get_context=lambda way: fork_server())
+    fork_workers()
 
 
 def fork_server() -> ForkServerContext:
     """Starts processes as forks of one that has imported what nearly all notebooks do."""
     context = ForkServerContext()
     context.set_forkserver_preload(["tests.warm_kernels"])
+    context.Process = Placed
     return context
 
 

@@ -53,6 +53,7 @@ def case(rng: random.Random) -> tuple[Callable[[Tensor], Any], Tensor]:
     return fn, x
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("part", range(4))
 def test_drawn(part: int) -> None:
     rng = random.Random(part)
