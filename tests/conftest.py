@@ -205,7 +205,7 @@ def fresh_dynamo() -> None:
 @pytest.fixture(autouse=True)
 def forked_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tuner's, but for tests of how they are started."""
-    pool, own = sys.modules.get("reflib.autotune.pool"), request.path.name.startswith(("test_pool", "test_tuner"))
+    pool, own = sys.modules.get("reflib.autotune.pool"), request.path.name.startswith("test_pool")
     if pool and not own and request.config.getoption("--quick"):
         from tests.kernels import fork_workers
 

@@ -1,6 +1,6 @@
 """Notebooks' kernels forked from one process that has imported what nearly all of them import, for ``make test``:
-torch, Dynamo and the others take seconds of each. ``make test-all``, ``make test-gpu`` and ``make run`` start them
-as Jupyter does."""
+torch, Dynamo and the others take seconds of each; and so are ranks, and the tuner's workers, that chapters and tests
+start. ``make test-all``, ``make test-gpu`` and ``make run`` start kernels and workers as Jupyter and reflib do."""
 
 import json
 import multiprocessing
@@ -86,6 +86,7 @@ def start_workers(settings: dict[str, Any], fd: int, log: int) -> None:
     os.setsid()
     os.dup2(log, 1)
     os.dup2(log, 2)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a worker may tune, too
     sys.path[:] = settings["path"]
     zygote.main({**settings, "fd": fd})
 
