@@ -142,6 +142,7 @@ LONGEST = (
     "test_opinfo.py", "test_fuzz.py", "test_models.py", "test_runner.py", "test_cpp_wrapper_built.py",
     "test_cpp_wrapper.py", "test_background.py", "test_sweep.py", "test_repro.py", "test_ranks.py", "test_symmetric.py",
     "test_figures_move.py", "test_report_packed.py", "start-here.ipynb", "test_batch_invariant.py", "test_weekend.py",
+    "test_slice_sums.py", "test_complex_pairs.py", "test_user_kernels.py", "test_like_eager.py", "test_one_pass.py",
     "test_artifacts.py",
 )  # fmt: skip
 
@@ -173,8 +174,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=list(out))
         items[:] = [i for i in items if i not in out]
     items.sort(key=place)
-    gpu_folder = Path(__file__).parent / "gpu"
-    wanting = [i for i in items if i.get_closest_marker("gpu") or gpu_folder in Path(str(i.path)).parents]
+    gpu_folder = str(Path(__file__).parent / "gpu") + os.sep
+    wanting = [i for i in items if i.get_closest_marker("gpu") or str(i.path).startswith(gpu_folder)]
     if not wanting:
         return
     import torch
@@ -199,6 +200,17 @@ def fresh_dynamo() -> None:
         traces = logging.getLogger("torch.__trace")
         traces.propagate = True
         traces.handlers.clear()
+
+
+@pytest.fixture(autouse=True)
+def forked_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tuner's, but for tests of how they are started."""
+    pool, own = sys.modules.get("reflib.autotune.pool"), request.path.name.startswith("test_pool")
+    if pool and not own and request.config.getoption("--quick"):
+        from tests.kernels import fork_workers
+
+        monkeypatch.setattr(pool, "subprocess", pool.subprocess)
+        fork_workers()
 
 
 @pytest.fixture

@@ -1,14 +1,18 @@
 """Notebooks' kernels forked from one process that has imported what nearly all of them import, for ``make test``:
-torch, Dynamo and the others take seconds of each. ``make test-all``, ``make test-gpu`` and ``make run`` start them
-as Jupyter does."""
+torch, Dynamo and the others take seconds of each; and so are ranks, and the tuner's workers, that chapters and tests
+start. ``make test-all``, ``make test-gpu`` and ``make run`` start kernels and workers as Jupyter and reflib do."""
 
+import json
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 import threading
+from multiprocessing import forkserver, reduction
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -28,10 +32,88 @@ class Kernel(ForkServerProcess):
         os.kill(self.pid or 0, number)
 
 
+class Placed(ForkServerProcess):
+    """Has the environment of who starts it, not that of the server."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._place = dict(os.environ), os.getcwd()
+
+    def run(self) -> None:
+        env, folder = self._place
+        os.environ.clear()
+        os.environ.update(env)
+        os.chdir(folder)
+        fork_more()
+        super().run()
+
+
+class Zygote(Placed):
+    """What starts the tuner's workers, and what ``autotune.pool`` uses of a Popen."""
+
+    returncode: int | None = None
+
+    def __init__(self, command: list[str], *, stdout: Any, **_: Any):
+        settings = json.loads(command[-1])
+        files = File(settings["fd"]), File(stdout.fileno())
+        super().__init__(target=start_workers, args=(settings, *files), daemon=True)
+        self.start()
+
+    def wait(self, timeout: float | None = None) -> None:
+        self.join(timeout)
+        self.returncode = self.exitcode
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("the zygote", timeout or 0.0)
+
+
+class File:
+    """A file descriptor, as an argument of such a process."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return arrived, (reduction.DupFd(self.number),)
+
+
+def arrived(sent: Any) -> int:
+    return sent.detach()
+
+
+def start_workers(settings: dict[str, Any], fd: int, log: int) -> None:
+    from reflib import zygote
+
+    os.setsid()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a worker may tune, too
+    sys.path[:] = settings["path"]
+    zygote.main({**settings, "fd": fd})
+
+
+def fork_workers() -> None:
+    """The tuner's workers, which import torch too."""
+    from reflib.autotune import pool
+
+    fork_server()
+    names = {"TimeoutExpired": subprocess.TimeoutExpired, "DEVNULL": subprocess.DEVNULL}
+    pool.subprocess = SimpleNamespace(Popen=Zygote, **names)
+
+
+def fork_more() -> None:
+    """In a forked process: what it and its children start, ranks and the tuner's workers, is forked where it was."""
+    from reflib.lab import rank_group
+
+    forkserver._forkserver.ensure_running = lambda: None  # it runs, though it was not this process that started it
+    rank_group.multiprocessing = SimpleNamespace(get_context=lambda way: fork_server())
+    fork_workers()
+
+
 def fork_server() -> ForkServerContext:
     """Starts processes as forks of one that has imported what nearly all notebooks do."""
     context = ForkServerContext()
     context.set_forkserver_preload(["tests.warm_kernels"])
+    context.Process = Placed
     return context
 
 
@@ -56,6 +138,7 @@ def run(command: list[str], env: dict[str, str], cwd: str | None, errors: str, r
     ready.send("")
     ready.close()
     sys.path[:] = PATH
+    fork_more()
     fork_children()
     threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ.clear()

@@ -180,6 +180,20 @@ def through_storage(seed: int, count: int = 12) -> list[str]:
     return wrong
 
 
+def in_a_group_of_one() -> list[str]:
+    """Which of them are not what this rank has alone."""
+    from reflib.ranks.products import GATHER_PRODUCT, PRODUCT_SCATTER
+    from reflib.ranks.reduce import SCATTER
+
+    name = [dist.new_group([r]) for r in range(dist.get_world_size())][rank()].group_name
+    x, w = torch.randn(4, 3, 5), torch.randn(5, 6)
+    found = {
+        "gather": (GATHER_PRODUCT(x, w, name), x @ w), "scatter": (PRODUCT_SCATTER(x, w, name), x @ w),
+        "sums of shares": (SCATTER(x, name), x), **{h: (REDUCE(x, h, name), x) for h in symmetric.HOW},
+    }  # fmt: skip
+    return [what for what, (got, want) in found.items() if got.shape != want.shape or not torch.allclose(got, want)]
+
+
 # -- candidates ---------------------------------------------------------------------------------------------
 def calls() -> dict[str, tuple[Any, ...]]:
     """(op, its candidates, arguments) by name. 12 rows on each rank; x is no contiguous tensor."""

@@ -205,6 +205,21 @@ def listed(x, out, n, BLOCK: tl.constexpr):
     tl.store(out + at, 1.0, mask=i < n)
 
 
+@triton.jit
+def returned(x, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if BLOCK == 64:
+        return
+    tl.store(out + i, tl.load(x + i, mask=i < n), mask=i < n)
+
+
+@triton.jit
+def by_a_method(x, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i, mask=i < n), mask=i < n)
+    out.store(0)
+
+
 _CLEAR = "it is not clear that it stores every element exactly once"
 NOT = {
     "twice": (_flat(twice), "it stores to out in more than one place"),
@@ -218,4 +233,6 @@ NOT = {
     "by another": (_flat(by_another), "it gives out to stores"),
     "atomically": (_flat(atomically, zeros=True), "it gives out to tl.atomic_add"),
     "listed": (_flat(listed), "where it stores is not known before it runs: `out + at`"),
+    "returned": (_flat(returned), "it may return, or leave a loop, early"),
+    "by a method": (_flat(by_a_method), "it uses out in `out.store(0)`"),
 }

@@ -16,8 +16,8 @@ for name in (
     "ipykernel.kernelapp", "ipykernel.ipkernel", "matplotlib.pyplot", "matplotlib.backends.backend_svg", "networkx",
     "matplotlib_inline.backend_inline", "torch._dynamo.repro.after_dynamo", "torch._inductor.decomposition",
     "torch.export._trace", "triton.compiler", "reflib.api", "reflib.generate.cpp", "reflib.generate.triton",
-    "reflib.lab.measuring", "reflib.lab.package_ways", "reflib.lab.pictures", "reflib.lab.session",
-    "reflib.observe.explain", "reflib.tuning", "reflib.wrap.build", "reflib.wrap.cpp",
+    "reflib.lab.measuring", "reflib.lab.package_ways", "reflib.lab.pictures", "reflib.lab.rank_group",
+    "reflib.lab.session", "reflib.observe.explain", "reflib.tuning", "reflib.wrap.build", "reflib.wrap.cpp",
 ):  # fmt: skip
     with contextlib.suppress(ImportError):  # the notebook will say so
         importlib.import_module(name)

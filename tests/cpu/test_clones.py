@@ -14,9 +14,9 @@ from reflib.options import Options
 aten = torch.ops.aten
 
 
-def clones(fn: Any, *args: torch.Tensor) -> int:
+def clones(fn: Any, *args: torch.Tensor, tracing: str = "fake") -> int:
     """How many are left; the results are the same."""
-    module = make_fx(fn, tracing_mode="fake")(*args)
+    module = make_fx(fn, tracing_mode=tracing)(*args)
     out = without_clones(module, Options(), True)
     for got, want in zip(out(*args), fn(*args), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
@@ -49,6 +49,16 @@ def test_which_copies_are_nothing() -> None:
 )
 def test_what_the_caller_may_write_to_is_copied(fn: Any) -> None:
     assert clones(fn, torch.randn(6, 8)) == 1
+
+
+def test_sizes_that_data_decide_get_no_guards() -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x[torch.nonzero(x[:, 0] > 0)[:, 0]].sin()
+        in_order = y.t().clone(memory_format=torch.contiguous_format)
+        return y.clone() @ x.t(), x @ in_order, y[:1].clone() + 1
+
+    x = torch.arange(48.0).view(6, 8) - 20
+    assert clones(fn, x, tracing="symbolic") == 2
 
 
 def test_dropout_of_nothing_saves_nothing_more() -> None:

@@ -122,6 +122,17 @@ def test_outputs_that_are_inputs_and_caches_that_are_written(recorder):
     assert recorder.replayed > 6
 
 
+def test_an_input_that_is_returned_keeps_its_dtype():
+    """One of two that are in one storage, as floats and as their bits; or a view of it."""
+    x, bits = (a := torch.randn(6, 4)), a.view(torch.int32)
+    for args in ([x, bits], [bits, x]):
+        given = [y.clone() for y in args]
+        for out, want in ((bits, torch.int32), (bits[2:], torch.int32), (x, torch.float32), (x[:, 1], torch.float32)):
+            made = cuda_graphs._output(out, args)(given)
+            assert made.dtype == want and made.shape == out.shape
+            assert torch.equal(made.view(torch.int32), out.view(torch.int32))
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_training(recorder, accumulate):
     """Saved activations are read where the recorded forward left them; gradients are held until they are applied."""

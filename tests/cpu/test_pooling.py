@@ -176,6 +176,11 @@ def test_windows_side_by_side_and_their_sum(seed: int) -> None:
     assert [len(g.kernels) for g in e.graphs] == [1, 1] and not e.fallback_kernels
 
 
+def test_windows_of_nothing() -> None:
+    x, fn = torch.randn(5, 3, requires_grad=True), lambda x: (x * 2).unfold(0, 0, 2).sum() + x.sum()
+    torch.testing.assert_close(torch.autograd.grad(compile(fn)(x), x), torch.autograd.grad(fn(x), x))
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_windows_as_a_dimension(seed: int) -> None:

@@ -43,6 +43,7 @@ def heavy(steps: int, scale: float) -> Callable[[Tensor, Tensor], Tensor]:
     return fn
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_elements_per_thread(seed: int) -> None:
     """Whatever is computed: no more values per thread than registers."""
@@ -82,6 +83,7 @@ def test_positions_take_little_code() -> None:
     assert code(layout(part, program.buffers)) < 10
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_norm_holds_the_rows_that_registers_hold(seed: int) -> None:
     """The backward of two norms, one after the other, over rows just above a power of two too."""
@@ -131,6 +133,7 @@ def test_a_bias_of_what_is_padded_is_summed_along_columns() -> None:
         assert node.config.xblock >= 32, node.config
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_another_order_computes_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lay_out = layouts._lay_out

@@ -22,6 +22,10 @@ def test_products_and_shares_through_storage(size: int, request: pytest.FixtureR
     assert on(size, request).run(tasks.through_storage, 0) == [[]] * size
 
 
+def test_a_group_of_one_rank(two: Ranks) -> None:
+    assert two.run(tasks.in_a_group_of_one) == [[], []]
+
+
 @pytest.mark.parametrize("how", ["one_shot", "two_shot"])
 def test_what_lies_in_storage_is_read_in_place(two: Ranks, how: str) -> None:
     for right, meetings, kept in two.run(tasks.in_place, how):
