@@ -32,6 +32,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "literals": "capture.literals:literals",
         "constructors": "capture.constructors:constructors",
         "complex_pairs": "capture.complex_pairs:complex_pairs",
+        "patches": "capture.patches:patches",
         "channels_last": "capture.layouts:channels_last",
         "clones": "capture.clones:without_clones",
         "positions": "capture.positions:recompute_positions",

@@ -1,11 +1,14 @@
 """Convolutions on a GPU: the bias and its gradient are loop nests, the rest is the library's call."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import reflib
+from reflib.capture.patches import patches
 from reflib.ir.interpret import interpret
 from reflib.ir.loops import LoopNest
 from reflib.ir.program import Extern, Program
@@ -100,3 +103,43 @@ def test_a_bias_fuses_with_what_follows() -> None:
     with torch.no_grad():
         e = reflib.explain(net.to(memory_format=torch.channels_last), x, target="sm_90")
     assert len({k.name.removesuffix("_fallback") for k in e.kernels}) == 2
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_patches_are_products(seed: int) -> None:
+    """Windows side by side, of few channels: forward and all three gradients, with eager's strides."""
+    rng = random.Random(seed)
+    kernel = [rng.choice([1, 2, 4]) for _ in range(rng.choice([1, 2, 2, 3]))]
+    kernel[0] = max(2, kernel[0])
+    c, o, dtype = rng.choice([1, 3, 5]), rng.choice([2, 4, 7]), rng.choice([HALF, torch.float16])
+    x = ints(rng, rng.choice([1, 2]), c, *(k * rng.randint(1, 3) for k in kernel), dtype=dtype)
+    if len(kernel) == 2 and rng.random() < 0.5:
+        x = x.contiguous(memory_format=torch.channels_last)
+    w, bias = ints(rng, o, c, *kernel, dtype=dtype), ints(rng, o, dtype=dtype)
+    how = kernel, [0] * len(kernel), [1] * len(kernel), False, [0] * len(kernel), 1
+    out = aten.convolution(x, w, bias, *how)
+
+    def both(grad: torch.Tensor, *t: torch.Tensor) -> tuple:
+        mask = [rng.random() < 0.7, True, True]
+        return aten.convolution(*t, *how), *aten.convolution_backward(grad, *t[:2], [o], *how, mask)
+
+    args = ints(rng, *out.shape, dtype=dtype), x, w, bias
+    module = make_fx(both, tracing_mode="fake")(*args)
+    made = patches(module, Options(), True)
+    assert not [n for n in made.graph.nodes if "convolution" in str(n.target)]
+    for got, want in zip(made(*args), module(*args), strict=True):
+        same(got, want)
+
+
+def test_other_convolutions_stay() -> None:
+    """Many channels (cuDNN's own), windows that overlap or leave something out, float32, and eager's numbers."""
+    x, w = torch.zeros(2, 3, 8, 8, dtype=HALF), torch.zeros(4, 3, 4, 4, dtype=HALF)
+
+    def left(x: torch.Tensor, w: torch.Tensor, stride: int = 4, padding: int = 0, **options: Any) -> bool:
+        conv = lambda x, w: aten.convolution(x, w, None, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1)  # noqa: E731
+        module = make_fx(conv, tracing_mode="fake")(x, w)
+        return patches(module, Options(**options), True) is module
+
+    assert not left(x, w) and left(x, w, 2) and left(x, w, 4, 2) and left(x[..., :7], w)
+    assert left(x.float(), w.float()) and left(x, w, numerics="eager")
+    assert left(x[:, :1].expand(-1, 8, -1, -1), w[:, :1].expand(-1, 8, -1, -1))
