@@ -139,10 +139,13 @@ def _pointwise(main: Traffic, traffic: list[Traffic], target: Target) -> Config:
 
 
 def _tile(t: Traffic) -> Config:
-    """64 x 32 points and 8 warps: 128- and 64-byte pieces of bf16, transposed through shared memory."""
+    """64 x 32 points and 8 warps: 128- and 64-byte pieces of bf16, transposed through shared memory. Where a side is
+    shorter, the other one is longer."""
     s = t.space
     assert s.y is not None
-    x, y = min(64, _pow2(s.x.size.hint())), min(32, _pow2(s.y.size.hint()))
+    wide, high = _pow2(s.x.size.hint()), _pow2(s.y.size.hint())
+    y = min(2048 // min(64, wide), high)
+    x = min(2048 // y if y < 32 else 64, wide)
     return Config("none", xblock=x, num_warps=max(1, min(8, x * y // 256)), extras=(("yblock", y),))
 
 
