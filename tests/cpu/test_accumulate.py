@@ -13,7 +13,7 @@ from fuse_cases import GPU, calls, check_same, kernels, lowered
 import reflib
 from reflib.errors import VerifyError
 from reflib.fuse import fuse
-from reflib.fuse.narrow import bounds
+from reflib.fuse.ranges import bounds
 from reflib.ir.expr import Ref, Var, expr
 from reflib.ir.loops import Axis, Const, Index, Indirect, Load, LoopNest, Op, Reduce, Store
 from reflib.ir.program import Buffer, Program, full_view
