@@ -147,23 +147,23 @@ def _signs(x: Range, y: Range) -> set[int] | None:
 
 def _narrowed(loops: LoopNest, stored: Ranges) -> LoopNest:
     body, ranges = loops.body, bounds(loops.body, stored, loops.rnumel)
-    fits, near = _fitting(body, ranges)
+    fits, near, cut = _fitting(body, ranges)
     ends = {i for i, s in enumerate(body) if _takes_short(s, body, fits)}
     if not ends:
         return loops
-    small = _needed(body, (a for i in ends for a in stmt_args(body[i])))
+    small = _needed(body, (a for i in ends for a in stmt_args(body[i])), cut)
     b = BodyBuilder()
     ids: dict[int, int] = {}  # as before
     short: dict[int, int] = {}  # in 32 bits
     for i, s in enumerate(body):
         for a in stmt_args(s):
-            if a not in ids and (i not in small | ends or isinstance(s, Load) or near[i]):
+            if a not in ids and (i not in small | ends or cut[i] or near[i]):
                 mere = isinstance(body[a], (Const, Index))
                 ids[a] = b.add(map_stmt(body[a], ids)) if mere else b.cast(short[a], torch.int64)
         if i in small and near[i]:  # what else needs it needs all of it
             ids[i] = b.add(map_stmt(s, ids))
         args = {a: short[a] if a in short else ids[a] for a in stmt_args(s)} if i in small | ends else ids
-        if i in small and isinstance(s, Load):
+        if i in small and cut[i]:
             ids[i] = b.add(map_stmt(s, ids))
             short[i] = b.cast(ids[i], torch.int32)
         elif i in small and isinstance(s, Op) and s.op == "cast":
@@ -191,14 +191,15 @@ def _takes_short(s: Stmt, body: Sequence[Stmt], fits: Sequence[bool]) -> bool:
     return takes and all(fits[a] for a in stmt_args(s)) and any(isinstance(body[a], Op) for a in stmt_args(s))
 
 
-def _fitting(body: Sequence[Stmt], ranges: Sequence[Range]) -> tuple[list[bool], list[bool]]:
-    """For each statement: is it an int64 that can be computed in 32 bits? Or one of which the nearest 32-bit integer
-    can?"""
+def _fitting(body: Sequence[Stmt], ranges: Sequence[Range]) -> tuple[list[bool], list[bool], list[bool]]:
+    """For each statement: is it an int64 that fits 32 bits? Or one of which the nearest 32-bit integer can be computed
+    in these? Of those that fit: must it be computed in 64 bits, and cut?"""
     fits: list[bool] = []
     near: list[bool] = []
+    cut: list[bool] = []
     for s, r in zip(body, ranges, strict=True):
         ok = r is not None and -(2**31) <= r[0] <= r[1] < 2**31
-        close = False
+        close, exact = False, isinstance(s, (Const, Index))
         if isinstance(s, Op):
             args = s.args[s.op == "where" :]
             exact = all(fits[a] for a in args)
@@ -212,15 +213,15 @@ def _fitting(body: Sequence[Stmt], ranges: Sequence[Range]) -> tuple[list[bool],
                 exact = exact and ranges[args[1]][1] < 32  # type: ignore[index]
             else:
                 exact = exact and s.op in SAME
-            ok = ok and exact
-        whole = getattr(s, "dtype", None) == torch.int64
-        fits.append(ok and whole and isinstance(s, (Op, Const, Index, Load)))
-        near.append(close and whole and not ok)
-    return fits, near
+        ok = ok and getattr(s, "dtype", None) == torch.int64 and not isinstance(s, (Indirect, Store))
+        fits.append(ok)
+        near.append(close and not ok and getattr(s, "dtype", None) == torch.int64)
+        cut.append(ok and not exact)
+    return fits, near, cut
 
 
-def _needed(body: Sequence[Stmt], roots: Iterable[int]) -> set[int]:
-    """``roots``, and the integers that they are made of."""
+def _needed(body: Sequence[Stmt], roots: Iterable[int], cut: Sequence[bool]) -> set[int]:
+    """``roots``, and the integers that they are made of in 32 bits."""
     out: set[int] = set()
     todo = list(roots)
     while todo:
@@ -228,7 +229,7 @@ def _needed(body: Sequence[Stmt], roots: Iterable[int]) -> set[int]:
         s = body[i]
         if i not in out:
             out.add(i)
-            if isinstance(s, Op) and s.op != "cast":
+            if isinstance(s, Op) and s.op != "cast" and not cut[i]:
                 todo += s.args[s.op == "where" :]
     return out
 
