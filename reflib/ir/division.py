@@ -166,7 +166,7 @@ def ceildiv(n: IntLike, d: IntLike) -> Expr:
 
 
 def join_div_mod(e: Expr) -> Expr:
-    """``(a//d)*d*c + (b%d)*c``, where ``a % d`` is ``b % d``, is ``a*c``: a split undone that is not needed any more."""
+    """``(a//d)*d*c + (b%d)*c``, where ``a%d`` is ``b%d``, is ``a*c``: a split undone that is not needed any more."""
     if len(e.terms) < 2:
         return e
     for m, c in e.terms:

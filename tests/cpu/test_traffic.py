@@ -154,3 +154,21 @@ def test_columns_are_reduced_in_columns(seed: int) -> None:
     found = spaces(lambda x: (x.amax(0), (x * x).sum(0)), torch.empty(rows, columns))
     space, config, _ = next(x for x in found if x[0].r is not None)
     assert config.xblock >= 32 and space.x.size.hint() >= columns  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_of_one_tensor_that_are_columns_of_another_are_read_in_squares(seed: int) -> None:
+    rng = random.Random(seed)
+    n, rows, columns = rng.randrange(20, 60), rng.randrange(300, 900), rng.randrange(300, 900)
+    x, y = torch.empty(n, rows, columns, dtype=torch.float16), torch.empty(n, columns, rows, dtype=torch.float16)
+    ((space, config, _),) = spaces(lambda x, y: (x - y.transpose(1, 2)).sum(1), x, y)
+    assert space.r is not None and min(config.xblock, config.rblock) >= 32  # type: ignore[attr-defined]
+    ((_, alone, _),) = spaces(lambda x: x.sum(-1), x)
+    assert alone.xblock * 16 < alone.rblock  # type: ignore[attr-defined]
+
+
+def test_a_tile_with_a_short_side_is_long() -> None:
+    """Programs of 256 points leave most of a multiprocessor's threads without work."""
+    packed, table = torch.empty(512, 640, dtype=torch.int32), torch.arange(8) * 4
+    found = spaces(lambda x, t: ((x[:, :, None] >> t) & 15).to(torch.bfloat16).flatten(1), packed, table)
+    assert [c.xblock * dict(c.extras).get("yblock", 1) for _, c, _ in found] == [2048]  # type: ignore[attr-defined]
