@@ -408,8 +408,8 @@ def _integers(seed: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         some = torch.arange(rows * columns).view(rows, columns) // 2
         return (
             y[inside], inside * 5 - at.clamp(low, low + 4), at + inside, (at.abs() < 10) & (inside >= 0),
-            y[at.remainder(n)], parts.to(torch.int8), parts.flatten(1).float() * 0.5, y[(some - some.flip(0)).abs() % n],
-            (inside << 2) | 1,
+            y[at.remainder(n)], parts.to(torch.int8), parts.flatten(1).float() * 0.5, (inside << 2) | 1,
+            y[(some - some.flip(0)).abs() % n],
             (parts.sum(-1) > 3).cumsum(0), y[((parts[..., 0] > 2).cumsum(0) - 1).clamp(min=0) % n],
         )  # fmt: skip
 

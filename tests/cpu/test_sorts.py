@@ -113,7 +113,7 @@ def test_bits_are_parted() -> None:
     """Of rows of any length, and of numbers that were bits."""
     for fn in (
         lambda x: (x > 0).sort(dim=1, stable=True),
-        lambda x: (x > 0).to(torch.int8).sort(dim=-1, descending=True),
+        lambda x: (x > 0).to(torch.int8).sort(dim=-1, descending=True, stable=True),
         lambda x: ((x > 0).int().argsort(dim=0, stable=True),),
     ):
         x = R(3, 1500)

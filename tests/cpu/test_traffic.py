@@ -159,12 +159,26 @@ def test_columns_are_reduced_in_columns(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_rows_of_one_tensor_that_are_columns_of_another_are_read_in_squares(seed: int) -> None:
     rng = random.Random(seed)
-    n, rows, columns = rng.randrange(20, 60), rng.randrange(300, 900), rng.randrange(300, 900)
+    n, rows, columns = rng.randrange(100, 150), rng.randrange(300, 900), rng.randrange(300, 900)
     x, y = torch.empty(n, rows, columns, dtype=torch.float16), torch.empty(n, columns, rows, dtype=torch.float16)
-    ((space, config, _),) = spaces(lambda x, y: (x - y.transpose(1, 2)).sum(1), x, y)
+    space, config, _ = spaces(lambda x, y: (x - y.transpose(1, 2)).sum(1), x, y)[0]
     assert space.r is not None and min(config.xblock, config.rblock) >= 32  # type: ignore[attr-defined]
-    ((_, alone, _),) = spaces(lambda x: x.sum(-1), x)
+    _, alone, _ = spaces(lambda x: x.sum(-1), x)[0]
     assert alone.xblock * 16 < alone.rblock  # type: ignore[attr-defined]
+
+
+def test_channels_share_the_work_of_their_place() -> None:
+    """Weights and positions of a sample are computed once for several channels."""
+
+    def sample(x, grid):
+        at = ((grid + 1) * 31.5).floor()
+        weight = torch.exp(-((grid * 31.5 - at) ** 2)) * torch.sin(grid) ** 2
+        return x.flatten(2).gather(2, at.long().clamp(0, 63)[:, None].expand(-1, x.shape[1], -1)) * weight[:, None]
+
+    ((_, config, _),) = spaces(sample, torch.empty(2, 24, 64), torch.empty(2, 30000))
+    assert dict(config.extras)["yblock"] >= 16  # type: ignore[attr-defined]
+    ((_, config, _),) = spaces(lambda x, w: x * (w + 1), torch.empty(20, 24, 640), torch.empty(640))
+    assert "yblock" not in dict(config.extras)  # type: ignore[attr-defined]
 
 
 def test_a_tile_with_a_short_side_is_long() -> None:
