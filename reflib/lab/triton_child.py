@@ -47,7 +47,7 @@ def _tensor(storage: Any, dtype: str, shape: Any, stride: Any, offset: int) -> t
     return torch.empty(0, dtype=getattr(torch, dtype)).set_(storage, offset, shape, stride)
 
 
-_EXTRA = {"rint": torch.round, "fmod": torch.fmod, "fast_dividef": torch.div}
+_EXTRA = {"rint": torch.round, "fmod": torch.fmod, "fast_dividef": torch.div, "fast_log2f": torch.log2}
 
 
 def complete_the_interpreter() -> None:
