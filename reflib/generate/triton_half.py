@@ -28,17 +28,19 @@ from collections.abc import Sequence
 import torch
 
 from ..ir.loops import Const, Indirect, Op, Reduce, Stmt, Store, stmt_args
+from ..ir.transforms import varying
 from ..schedule.axes import Space
 from .triton_facts import Form
 from .triton_ops import Printer
 
-SEVERAL = 3  # exact divisions and roots
+SEVERAL = 3  # exact divisions and roots of an element
 
 
 def cheap_forms(space: Space, exact: set[int]) -> tuple[dict[int, Form], set[int]]:
     """The forms by statement, of those in ``exact`` exact ones; and the statements whose values nothing uses."""
     finder, forms = _Finder(space), {}
-    slow = {i: f for i in exact if (f := finder.straight(i)) is not None}
+    each = varying(space.body, space.reduced_vars)  # not once per row
+    slow = {i: f for i in exact if (space.r is None or each[i]) and (f := finder.straight(i)) is not None}
     stores = {i for i, s in enumerate(space.body) if isinstance(s, Store)}
     if len(slow) < SEVERAL or not exact.isdisjoint(stores):  # a kernel for eager's bits: all are exact
         slow = {}
