@@ -71,6 +71,8 @@ HALF = {
     "erf": Half(lambda b, x: b.op("erf", x), torch.erf, "erf_half"),
     "tanh": Half(lambda b, x: b.op("tanh", x), torch.tanh, "tanh_half"),
     "sigmoid": Half(lambda b, x: b.op("sigmoid", x), torch.sigmoid, "fast_dividef"),
+    "power": Half(lambda b, x: b.op("pow", x, b.const(0.7, F32)), lambda x: x**0.7, "pow_half"),
+    "power_of_positive": Half(lambda b, x: b.op("pow", b.op("abs", x), x), lambda x: x.abs() ** x, "pow_half"),
     "exp": Half(lambda b, x: b.op("exp", x), torch.exp, "tl.exp2"),
 }
 

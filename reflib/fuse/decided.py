@@ -28,7 +28,7 @@ def decided(body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
     ids: dict[int, int] = {}
     for i, s in enumerate(body):
         new = map_stmt(s, ids)
-        known = _folded(b, new)
+        known = folded(b, new)
         ids[i] = b.add(new) if known is None else known
     return eliminate_dead(tuple(b.body))
 
@@ -50,7 +50,7 @@ def _comparison(body: Sequence[Stmt], s: Stmt) -> bool | None:
     return True if nonneg(z - a - least) else False if nonneg(a - z - 1 + least) else None
 
 
-def _folded(b: BodyBuilder, s: Stmt) -> int | None:
+def folded(b: BodyBuilder, s: Stmt) -> int | None:
     """The statement, in ``b``, that has the value of ``s``."""
 
     def truth(i: int) -> bool | None:

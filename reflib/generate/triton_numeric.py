@@ -17,14 +17,10 @@ def _helper(ints: str, floats: str = "") -> Printer:
     return lambda needs, t, a: f"{needs.helper(floats if t.is_floating_point else ints)}({', '.join(a)})"
 
 
-def _shift(helper: str) -> Printer:
-    return lambda needs, t, a: f"{needs.helper(helper)}({a[0]}, {a[1]}, {t.itemsize * 8})"
-
-
 PRINTERS: dict[str, Printer] = {
     "floordiv": _helper("floordiv_int", "floordiv_float"), "truncdiv": _helper("truncdiv_int"),
     "remainder": _helper("remainder_int", "remainder_float"), "fmod": _helper("fmod_int", "fmod_float"),
-    "shl": _shift("shift_left"), "shr": _shift("shift_right"),
+    "shl": lambda needs, t, a: f"{a[0]} << {a[1]}", "shr": lambda needs, t, a: f"{a[0]} >> {a[1]}",
     "isinf": lambda needs, t, a: f"tl.abs({a[0]}) == float('inf')",
     "signbit": lambda needs, t, a: f"{a[0]}.to({_BITS[t]}, bitcast=True) < 0",
     "from_bits": lambda needs, t, a: f"{a[0]}.to({_FROM_BITS[t]}, bitcast=True)",
@@ -93,18 +89,5 @@ def floordiv_float(a, b):
     f = tl.where(q - f > 0.5, f + 1.0, f)
     f = tl.where(q == 0, libdevice.copysign(q * 0.0, a / b), f)
     return tl.where(b == 0, a / b, f)
-''',
-    "shift_left": '''
-def shift_left(a, b, bits: tl.constexpr):
-    """0 where the shift is outside the word."""
-    inside = (b >= 0) & (b < bits)
-    return tl.where(inside, a << tl.where(inside, b, 0), 0)
-''',
-    "shift_right": '''
-def shift_right(a, b, bits: tl.constexpr):
-    """Arithmetic for signed types; a shift outside the word leaves only the sign."""
-    inside = (b >= 0) & (b < bits)
-    s = tl.where(inside, b, 0)
-    return tl.where(inside, a >> s, (a >> (bits // 2)) >> (bits - bits // 2 - 1) >> 1)  # (a variable would be int32)
 ''',
 }

@@ -166,28 +166,34 @@ def ceildiv(n: IntLike, d: IntLike) -> Expr:
 
 
 def join_div_mod(e: Expr) -> Expr:
-    """``(a//d)*d*c + (a%d)*c`` is ``a*c``: a split undone that is not needed any more."""
+    """``(a//d)*d*c + (b%d)*c``, where ``a%d`` is ``b%d``, is ``a*c``: a split undone that is not needed any more."""
     if len(e.terms) < 2:
         return e
     for m, c in e.terms:
         for a in m:
-            if isinstance(a, BinOp) and a.fn == "%" and (quotient := _quotient_in(e, a)) is not None:
+            if isinstance(a, BinOp) and (found := _split(e, a)) is not None:
+                quotient, d, whole = found
                 rest = Expr(((tuple(x for x in m if x is not a), c),))
-                want = rest * a.b * quotient
+                want = rest * d * quotient
                 have = dict(e.terms)
                 if want.terms and all(have.get(wm) == wc for wm, wc in want.terms):
                     for wm, _ in want.terms:
                         del have[wm]
                     del have[m]
-                    return normal(have) + rest * a.a
+                    return normal(have) + rest * whole
     return e
 
 
-def _quotient_in(e: Expr, a: BinOp) -> Expr | None:
-    """``n // d`` for the remainder ``n % d``, if that may be in ``e``. Nothing is proved for it: what simplifies the
-    quotient has simplified the remainder, but for an ``n`` that is a quotient itself."""
+def _split(e: Expr, a: BinOp) -> tuple[Expr, Expr, Expr] | None:
+    """(q, d, n) with ``n == q*d + a``, if q may be in ``e``: of ``n % d``, and of ``n % (d*k) // d``. Nothing is proved
+    for it: what simplifies the quotient has simplified the remainder, but for an ``n`` that is a quotient itself."""
     inner = a.a.atom
+    if a.fn == "//" and isinstance(inner, BinOp) and inner.fn == "%":
+        k = divide_exact(inner.b, a.b)
+        return None if k is None else (floordiv(inner.a, inner.b), k, floordiv(inner.a, a.b))
+    if a.fn != "%":
+        return None
     if isinstance(inner, BinOp) and inner.fn == "//":
-        return floordiv(inner.a, inner.b * a.b)
-    atoms = (x for m, _ in e.terms for x in m if isinstance(x, BinOp) and x.fn == "//")
-    return next((expr(x) for x in atoms if x.a == a.a and x.b == a.b), None)
+        return floordiv(inner.a, inner.b * a.b), a.b, a.a
+    atoms = (x for m, _ in e.terms for x in m if isinstance(x, BinOp) and x.fn == "//" and x.b == a.b)
+    return next(((expr(x), x.b, x.a) for x in atoms if x.a == a.a or mod(x.a, x.b) == expr(a)), None)

@@ -86,8 +86,8 @@ _SPECS = [
     OpSpec("or", 2, "intbool", "same", lambda a, b: a | b),
     OpSpec("xor", 2, "intbool", "same", lambda a, b: a ^ b),
     OpSpec("not", 1, "intbool", "same", lambda a: ~a),
-    OpSpec("shl", 2, "int", "same", lambda a, b: a << b),
-    OpSpec("shr", 2, "int", "same", lambda a, b: a >> b),  # arithmetic for signed types
+    OpSpec("shl", 2, "int", "same", lambda a, b: a << b),  # by 0 to all bits but one
+    OpSpec("shr", 2, "int", "same", lambda a, b: a >> b),  # the same; arithmetic for signed types
     # comparison: operands of one dtype, bool out
     _compare("eq", torch.eq), _compare("ne", torch.ne), _compare("lt", torch.lt),
     _compare("le", torch.le), _compare("gt", torch.gt), _compare("ge", torch.ge),

@@ -47,7 +47,7 @@ def _tensor(storage: Any, dtype: str, shape: Any, stride: Any, offset: int) -> t
     return torch.empty(0, dtype=getattr(torch, dtype)).set_(storage, offset, shape, stride)
 
 
-_EXTRA = {"rint": torch.round, "fmod": torch.fmod, "fast_dividef": torch.div}
+_EXTRA = {"rint": torch.round, "fmod": torch.fmod, "fast_dividef": torch.div, "fast_log2f": torch.log2}
 
 
 def complete_the_interpreter() -> None:
@@ -63,9 +63,19 @@ def complete_the_interpreter() -> None:
             setattr(libdevice, name, _as_libdevice(fn))
     interpreter.ReduceOps.generic_reduce = _tree_reduce
     interpreter.InterpreterBuilder.create_dot = _dot
+    interpreter.InterpreterBuilder.create_fma = _fma
     tl.inline_asm_elementwise = _read_words
     cuda: Any = importlib.import_module("triton.language.extra.cuda")
     cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
+
+
+def _fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+    """Rounded once; NumPy has none, but float64 has room for a product of two float32."""
+    from triton.runtime import interpreter
+
+    with np.errstate(all="ignore"):
+        wide = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+        return interpreter.TensorHandle(wide.astype(z.data.dtype), z.dtype.scalar)
 
 
 def _as_libdevice(fn: Any) -> Any:

@@ -221,15 +221,20 @@ def bitwise_not(x: Value) -> Value:
 
 @pointwise("bitwise_left_shift", "__lshift__", n=2)
 def left_shift(x: Value, y: Value) -> Value:
-    bits = torch.iinfo(x.dtype).bits if x.dtype != torch.bool else 1
-    return where((y >= 0) & (y < bits), x.op("shl", y.maximum(0).minimum(bits - 1)), 0)
+    return _shifted("shl", x, y, lambda: x.like(0))
 
 
 @pointwise("bitwise_right_shift", "__rshift__", n=2)
 def right_shift(x: Value, y: Value) -> Value:
-    bits = torch.iinfo(x.dtype).bits if x.dtype != torch.bool else 1
-    gone = where(x < 0, -1, x.like(0)) if x.dtype != torch.uint8 else x.like(0)
-    return where((y >= 0) & (y < bits), x.op("shr", y.maximum(0).minimum(bits - 1)), gone)
+    return _shifted("shr", x, y, lambda: where(x < 0, -1, x.like(0)) if x.dtype != torch.uint8 else x.like(0))
+
+
+def _shifted(op: str, x: Value, y: Value, gone: Callable[[], Value]) -> Value:
+    """``gone``: what is left where the number of bits is negative, or all bits or more."""
+    bits, by = torch.iinfo(x.dtype).bits if x.dtype != torch.bool else 1, y.kernel.b.body[y.id]
+    if isinstance(by, Const) and 0 <= by.value < bits:
+        return x.op(op, y)
+    return where((y >= 0) & (y < bits), x.op(op, y.maximum(0).minimum(bits - 1)), gone())
 
 
 # -- tests of values --------------------------------------------------------------------------------------

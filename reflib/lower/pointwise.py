@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from reflib.ir.expr import Expr
+from reflib.ir.loops import Const
 from reflib.ir.ops import value_dtype
 from reflib.ir.program import View
 
@@ -111,7 +112,10 @@ def mul(x: Value, y: Value) -> Value:
 
 @pointwise("div.Tensor", "div.Scalar", "true_divide", n=2)
 def div(x: Value, y: Value) -> Value:
-    return x / y
+    """By a number, eager on a GPU multiplies by its reciprocal: one instruction instead of some 12."""
+    by = y.kernel.b.body[y.id]
+    number = isinstance(by, Const) and y.kernel.cx.on_gpu and 1e-30 < abs(by.value) < 1e30
+    return x * (1 / by.value) if number else x / y  # type: ignore[union-attr]
 
 
 @pointwise("abs")

@@ -27,7 +27,7 @@ def _along(cx: LoweringContext, x: View, dim: int) -> NestBuilder:
     return NestBuilder(cx, x.shape, [dim % len(x.shape)] if x.shape else [])
 
 
-def _check_rows(cx: LoweringContext, x: View, dim: int, kind: str) -> None:
+def check_rows(cx: LoweringContext, x: View, dim: int, kind: str) -> None:
     """A few, very long rows are cut into pieces (``fuse/split_scans``). Where that cannot be, a GPU would be idle, and
     ATen has a scan of one pass over all of it."""
     if not cx.on_gpu or not x.shape:
@@ -41,7 +41,7 @@ def _check_rows(cx: LoweringContext, x: View, dim: int, kind: str) -> None:
 
 
 def _accumulate(cx: LoweringContext, x: View, dim: int, kind: str) -> View:
-    _check_rows(cx, x, dim, kind)
+    check_rows(cx, x, dim, kind)
     out = cx.out()
     compute = value_dtype(check_dtype(cx.dtype))
     k = _along(cx, x, dim)

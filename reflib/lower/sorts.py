@@ -16,6 +16,8 @@ fuse with what is around::
 * bfloat16 and float16 have 16 and 19 bits as float32 values, and share 32 with a position. A float64 or int64 with its
   position has more than 64: that stays a call.
 
+Bits are not sorted: a scan counts those that come first, and so tells each element's place. Rows may be of any length.
+
 With positions no two keys of a row are equal. ``topk`` of few takes k minima, each of the keys above the last one: no
 sort, and a longer row. ``kthvalue`` and the medians read one place of the sorted row, a reduction over it
 (so do ``x.sort().values[:, k]`` and a ``gather``: ``fuse/picks.py``).
@@ -50,7 +52,7 @@ from .context import LoweringContext
 from .extern import used_results
 from .indexing import axis
 from .rules import Unsupported, rule
-from .scans import scan
+from .scans import check_rows, scan
 
 LONGEST = 1024  # elements of a sorted row
 LONGEST_TOP = 16384  # of one whose few greatest are wanted
@@ -179,8 +181,39 @@ def _sorted(k: NestBuilder, v: Value, key: Value) -> Value:
     return scan(k, "sort", key)
 
 
+def _bits(cx: LoweringContext) -> bool:
+    """Are all elements 0 or 1? A bool, or a number made of one."""
+    node = cx.node.args[0]
+    while isinstance(node, torch.fx.Node) and node.target is torch.ops.aten._to_copy.default:
+        node = node.args[0]
+    return isinstance(node, torch.fx.Node) and node.meta["val"].dtype == torch.bool
+
+
+def _parted(cx: LoweringContext, x: View, dim: int, descending: bool) -> list[View]:
+    """Bits in order: places are stored to where they go."""
+    d, outs, used = axis(dim, len(x.shape)), [cx.out(0), cx.out(1)], used_results(cx, list(cx.fake))
+    check_rows(cx, x, dim, "sum")
+    k = NestBuilder(cx, x.shape, [d])
+    early = k.load(x).to(torch.bool)
+    early = early if descending else ~early
+    count = k.reduce("sum", early.to(torch.int32))
+    here = k.index(k.coords[d]).to(torch.int32)
+    if 0 in used:
+        first = here < count
+        k.store(outs[0], (first if descending else ~first).to(x.dtype))
+    if 1 in used:
+        until = scan(k, "sum", early.to(torch.int32))
+        place = where(early, until - 1, count + here - until).to(torch.int64)
+        at = k.b.indirect(place.id, x.shape[d], checked=False, wraps=False)
+        k.store(outs[1], k.index(k.coords[d]), [*k.coords[:d], at, *k.coords[d + 1 :]])
+    k.finish()
+    return outs
+
+
 @rule("sort.default")
 def sort(cx: LoweringContext, x: View, dim: int = -1, descending: bool = False) -> list[View]:
+    if cx.on_gpu and x.shape and x.shape[axis(dim, len(x.shape))] != 1 and _bits(cx):
+        return _parted(cx, x, dim, descending)
     key = _key(cx, x, _length(cx, x, dim, LONGEST), descending)
     return _choose(cx, x, dim, key, [cx.out(0), cx.out(1)], [_sorted])
 

@@ -23,7 +23,7 @@ from math import log2
 
 from ..ir.assume import limit_facts
 from ..ir.expr import Expr, Sym, expr
-from ..ir.loops import Index, Load, LoopNest, Reduce, Scan, Store
+from ..ir.loops import Index, Load, LoopNest, Reduce, Scan, Store, stmt_args
 from ..ir.program import Assume, Buffer, Config, KernelNode, Variant, kernel_with_fallback
 from ..ir.traffic import CLOSE, WARP, accesses, cost
 from ..ir.transforms import phases
@@ -93,11 +93,8 @@ class Traffic:
     def passes(self) -> int:
         """Reductions one after another, plus one when elementwise work on the row follows."""
         r, body = self.space.r, self.space.body
-        rounds = [
-            phase
-            for phase, s in zip(phases(body), body)
-            if isinstance(s, Reduce) or (isinstance(s, Store) and r is not None and s.index.has(r))
-        ]
+        along = [isinstance(s, Store) and r is not None and (s.index.has(r) or len(stmt_args(s)) > 1) for s in body]
+        rounds = [phase for phase, s, a in zip(phases(body), body, along) if a or isinstance(s, Reduce)]
         return 1 + max(rounds, default=0)
 
     def columns(self) -> bool:
@@ -139,10 +136,13 @@ def _pointwise(main: Traffic, traffic: list[Traffic], target: Target) -> Config:
 
 
 def _tile(t: Traffic) -> Config:
-    """64 x 32 points and 8 warps: 128- and 64-byte pieces of bf16, transposed through shared memory."""
+    """64 x 32 points and 8 warps: 128- and 64-byte pieces of bf16, transposed through shared memory. Where a side is
+    shorter, the other one is longer."""
     s = t.space
     assert s.y is not None
-    x, y = min(64, _pow2(s.x.size.hint())), min(32, _pow2(s.y.size.hint()))
+    wide, high = _pow2(s.x.size.hint()), _pow2(s.y.size.hint())
+    y = min(2048 // min(64, wide), high)
+    x = min(2048 // y if y < 32 else 64, wide)
     return Config("none", xblock=x, num_warps=max(1, min(8, x * y // 256)), extras=(("yblock", y),))
 
 

@@ -10,6 +10,8 @@
   eight streams or more 4, for the registers.
 * **Rows that memory runs across** (features of a convolution normalized over channels): as many rows per program as
   sectors hold, if that leaves much fewer of them.
+* **Rows of some tensors that are columns of others** (``(x + y.mT).sum(1)``): a loop over squares, which Triton reads
+  each along its own contiguous side, where that leaves much fewer sectors.
 * **Variances of columns** take two exchanges between threads, some 40 instructions per warp for each 4 columns that a
   thread has: 4 elements per thread in a loop of up to 32 steps, which ptxas writes out, with 1/n as constants (1,138
   instructions per warp for 256 bf16 columns of 64; with 16 elements 1,455), 8 in a longer one. All at once: 32.
@@ -24,12 +26,13 @@ from math import prod
 from typing import Any
 
 from ..ir.expr import Atom, BinOp, Sym, Var, expr
-from ..ir.loops import Reduce
+from ..ir.loops import Reduce, Scan
 from ..ir.program import Config
 from ..ir.traffic import SECTOR, WARP, Access, accesses, cost
 from ..target import Target
 from .heuristics import READ_BYTES, nearest_pow2
 
+SQUARE, MUCH_FEWER = 32, 0.6
 WORTH = 0.75  # of the sectors: what is left where twice as many rows per program pay
 PIECE = READ_BYTES // 2  # elements of half precision
 HALF = 1024  # threads of a multiprocessor
@@ -42,11 +45,27 @@ def adjust(config: Config, t: Any, target: Target) -> Config:
     moved = [a for a in accesses(s.body, t.buffers) if a.varies(s.x)]
     if config.reduction == "none":
         return _pointwise(config, t, moved, target)
+    if (squares := _squares(config, t, target)) is not None:
+        return squares
     if s.r is not None and t.columns():
         return _columns(config, t, target)
     if config.reduction != "persistent":
         return config
     return _more_warps(_strided(_unaligned(config, t, moved, target), t, moved, target), t, target)
+
+
+def _squares(config: Config, t: Any, target: Target) -> Config | None:
+    x, r = t.space.x, t.space.r
+    rows, length = x.size.hint(), r.size.hint()
+    if config.reduction == "mixed" or t.passes > 1 or any(isinstance(i, Scan) for i in t.space.body):
+        return None
+    if length < SQUARE or rows < SQUARE * target.units:
+        return None
+    moved = accesses(t.space.body, t.buffers)
+    now = cost(moved, {x: min(config.xblock, rows), r: min(config.rblock, length)})
+    if cost(moved, {x: SQUARE, r: 2 * SQUARE}) > MUCH_FEWER * now:
+        return None
+    return replace(config, reduction="looped", xblock=SQUARE, rblock=2 * SQUARE, num_warps=8)
 
 
 def _columns(config: Config, t: Any, target: Target) -> Config:

@@ -13,7 +13,7 @@ from fuse_cases import GPU, calls, check_same, kernels, lowered
 import reflib
 from reflib.errors import VerifyError
 from reflib.fuse import fuse
-from reflib.fuse.narrow import bounds
+from reflib.fuse.ranges import bounds
 from reflib.ir.expr import Ref, Var, expr
 from reflib.ir.loops import Axis, Const, Index, Indirect, Load, LoopNest, Op, Reduce, Store
 from reflib.ir.program import Buffer, Program, full_view
@@ -366,7 +366,7 @@ def test_ranges() -> None:
     )  # fmt: skip
     found = bounds(body)
     assert (found[0], found[4], found[8], found[9]) == ((0, 6), (0, 3), (1, 3), (-2, 0))
-    assert found[10:] == [(-(2**63), 2**63 - 1), None, None]  # 1 more than the greatest is the least
+    assert found[10:] == [(-(2**63), 2**63 - 1), None, (-(2**63), 3)]  # 1 more than the greatest is the least
 
 
 def test_indices_that_fit_are_computed_in_32_bits() -> None:
@@ -391,3 +391,48 @@ def test_only_what_is_proved_to_be_inside_is_read_unchecked() -> None:
     ):
         kernels = reflib.explain(fn, *args, target="sm_90").kernels
         assert any("ok" in k.source for k in kernels) == wrapped
+
+
+def _integers(seed: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Positions that floats make, clamped first or last; packed integers taken apart by a table's shifts; masks that
+    are always true."""
+    r, rows, columns, _ = _sizes(seed)
+    n, bits = r.randint(2, 40), r.choice((4, 8))
+    low = r.randint(-3, 3)
+    table = r.sample(range(0, 32, bits), 32 // bits)
+
+    def fn(x: Any, packed: Any, y: Any) -> Any:
+        at = (x * 3).to(I64)
+        inside, shift = at.clamp(0, n - 1), torch.tensor(table)
+        parts = (packed[:, :, None] >> shift) & (2**bits - 1)
+        some = torch.arange(rows * columns).view(rows, columns) // 2
+        return (
+            y[inside], inside * 5 - at.clamp(low, low + 4), at + inside, (at.abs() < 10) & (inside >= 0),
+            y[at.remainder(n)], parts.to(torch.int8), parts.flatten(1).float() * 0.5, (inside << 2) | 1,
+            y[(some - some.flip(0)).abs() % n],
+            (parts.sum(-1) > 3).cumsum(0), y[((parts[..., 0] > 2).cumsum(0) - 1).clamp(min=0) % n],
+        )  # fmt: skip
+
+    x = torch.randn(rows, columns) * 20
+    x[0, 0] = r.choice((1e9, 2.5e9, -4e9, 7.0))
+    return fn, (x, torch.randint(-(2**31), 2**31 - 1, (rows, columns), dtype=torch.int32), torch.randn(n))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_integers_that_are_known_to_be_small(seed: int) -> None:
+    fn, args = _integers(seed)
+    fused(fn, *args)
+
+
+def test_what_is_known_takes_no_statements_and_little_memory() -> None:
+    def ops(f: Any, dtype: torch.dtype) -> list[str]:
+        return [s.op for n in kernels(f) for s in n.body if isinstance(s, Op) and s.dtype == dtype]
+
+    packed, table = torch.randint(-(2**31), 2**31 - 1, (9, 4), dtype=torch.int32), [0, 16, 4, 20]
+    f = fused(lambda x: (((x[:, :, None] >> torch.tensor(table)) & 15).float(),), packed)
+    assert not {"where", "maximum", "minimum"} & {*ops(f, I64), *ops(f, torch.int32)}
+    assert ops(f, torch.int32).count("shr") == 1 and "shr" not in ops(f, I64), "an int64 only for torch's promotion"
+    f = fused(lambda x, y: (y[(x * 2).to(I64).clamp(0, 8)],), torch.randn(50), torch.randn(9))
+    assert ops(f, I64) == [], "clamped in 32 bits, and within the tensor"
+    order = fused(lambda x: (x.gather(1, (x > 0).argsort(dim=1, stable=True)),), torch.randn(5, 300))
+    assert torch.int16 in [b.dtype for b in order.program.buffers.values() if b.kind == "temp"]

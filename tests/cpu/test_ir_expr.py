@@ -138,6 +138,15 @@ def test_simplifies(got, want):
     assert got == want
 
 
+def test_digits_of_a_cut_index_join() -> None:
+    """A row is cut into pieces that are no multiple of an image: what a sum in parts reads is still one run."""
+    r, x = expr(Var("r", expr(4416))), expr(Var("x", expr(1013)))
+    n, size = r + 4416 * x, [expr(s) for s in (15, 405, 24300)]
+    places = 405 * floordiv(mod(n, size[2]), size[1]) + 24300 * floordiv(n, size[2])
+    assert mod(n, size[0]) + 15 * floordiv(mod(n, size[1]), size[0]) + places == n
+    assert floordiv(mod(n, size[2]), size[1]) + 60 * floordiv(n, size[2]) == floordiv(n, size[1])
+
+
 def test_range():
     i, j = VARS[:2]
     assert in_range(expr(i) * 6 + j, expr(48))

@@ -109,6 +109,20 @@ def calls(fn: Callable[..., Any], x: torch.Tensor, **options: Any) -> int:
     return sum(isinstance(n, Extern) for n in e.program.nodes)
 
 
+def test_bits_are_parted() -> None:
+    """Of rows of any length, and of numbers that were bits."""
+    for fn in (
+        lambda x: (x > 0).sort(dim=1, stable=True),
+        lambda x: (x > 0).to(torch.int8).sort(dim=-1, descending=True, stable=True),
+        lambda x: ((x > 0).int().argsort(dim=0, stable=True),),
+    ):
+        x = R(3, 1500)
+        got, calls = computed(fn, x)
+        assert not calls and all(torch.equal(g, w) and g.dtype == w.dtype for g, w in zip(got, fn(x), strict=True))
+    (source,) = kernels(lambda x: x.sort(-1, descending=True), R(99, 3000) > 0)
+    assert "tl.sort(" not in source and "associative_scan" in source
+
+
 def test_what_stays_a_call() -> None:
     assert calls(lambda x: x.sort(-1), R(9, 1024)) == 0 and calls(lambda x: x.sort(-1), R(9, 1025)) == 1
     assert calls(lambda x: x.topk(16), R(9, 16384)) == 0 and calls(lambda x: x.topk(1), R(9, 16385)) == 1

@@ -154,3 +154,40 @@ def test_columns_are_reduced_in_columns(seed: int) -> None:
     found = spaces(lambda x: (x.amax(0), (x * x).sum(0)), torch.empty(rows, columns))
     space, config, _ = next(x for x in found if x[0].r is not None)
     assert config.xblock >= 32 and space.x.size.hint() >= columns  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_of_one_tensor_that_are_columns_of_another_are_read_in_squares(seed: int) -> None:
+    rng = random.Random(seed)
+    n, rows, columns = rng.randrange(100, 150), rng.randrange(300, 900), rng.randrange(300, 900)
+    x, y = torch.empty(n, rows, columns, dtype=torch.float16), torch.empty(n, columns, rows, dtype=torch.float16)
+    space, config, _ = spaces(lambda x, y: (x - y.transpose(1, 2)).sum(1), x, y)[0]
+    assert space.r is not None and min(config.xblock, config.rblock) >= 32  # type: ignore[attr-defined]
+    _, alone, _ = spaces(lambda x: x.sum(-1), x)[0]
+    assert alone.xblock * 16 < alone.rblock  # type: ignore[attr-defined]
+
+
+def test_channels_share_the_work_of_their_place() -> None:
+    """Weights and positions of a sample are computed once for several channels."""
+
+    def sample(x, grid):
+        (u, v), total = ((grid[..., i] + 1) * 15.5 for i in range(2)), 0
+        for i in (0, 1):
+            for j in (0, 1):
+                a, b = u.floor() + i, v.floor() + j
+                weight = (1 - (u - a).abs()) * (1 - (v - b).abs())
+                at = a.long().clamp(0, 31) * 32 + b.long().clamp(0, 31)
+                total = total + x.gather(2, at[:, None].expand(-1, x.shape[1], -1)) * weight[:, None]
+        return total
+
+    ((_, config, _),) = spaces(sample, torch.empty(2, 24, 1024), torch.empty(2, 30000, 2))
+    assert dict(config.extras)["yblock"] >= 16  # type: ignore[attr-defined]
+    ((_, config, _),) = spaces(lambda x, w: x * (w + 1), torch.empty(20, 24, 640), torch.empty(640))
+    assert "yblock" not in dict(config.extras)  # type: ignore[attr-defined]
+
+
+def test_a_tile_with_a_short_side_is_long() -> None:
+    """Programs of 256 points leave most of a multiprocessor's threads without work."""
+    packed, table = torch.empty(512, 640, dtype=torch.int32), torch.arange(8) * 4
+    found = spaces(lambda x, t: ((x[:, :, None] >> t) & 15).to(torch.bfloat16).flatten(1), packed, table)
+    assert [c.xblock * dict(c.extras).get("yblock", 1) for _, c, _ in found] == [2048]  # type: ignore[attr-defined]

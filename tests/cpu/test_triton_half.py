@@ -12,6 +12,7 @@ from triton_half_cases import HALF, half_case
 from reflib.generate.compile_triton import compile_kernel, sass
 from reflib.generate.kernel import Kernel
 from reflib.target import parse_target
+from tests.interpreter import interpreted
 from tests.semantics import Compiled
 
 no_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
@@ -35,16 +36,34 @@ def test_softmax_multiplies_by_a_row_s_reciprocal() -> None:
     assert "tl.div_rn" in norm("softmax", 8, 128, F32).kernel("k").source
 
 
-@pytest.mark.parametrize("by,product", [(64, True), (0.25, True), (2**-99, True), (48, False), (-2, False), (0, False)])
-def test_a_quotient_by_a_power_of_two_is_a_product(by: float, product: bool) -> None:
-    """In full precision too: it is the same number."""
+@pytest.mark.parametrize("by,product", [(64, True), (0.25, True), (2**-99, True), (48, True), (-2, True), (0, False)])
+def test_a_quotient_by_a_number_is_a_product(by: float, product: bool) -> None:
+    """As eager's on a GPU, in full precision too."""
     source = kernel_of(lambda x: torch.floor(x / by), torch.randn(100)).source
     assert ("div_rn" not in source) == product and (f"* {1 / by if by else 0}" in source) == product
 
 
-def kernel_of(fn, *args: torch.Tensor) -> Kernel:
+def test_several_exact_divisions_have_no_branches() -> None:
+    def fn(x, y, n):
+        return x / (y / (x / y.sqrt() + 1) if n > 2 else y)
+
+    x, y = torch.randn(100), torch.rand(100) + 1
+    few, several = (kernel_of(lambda x, y, n=n: fn(x, y, n), x, y).source for n in (1, 3))
+    assert "div_rn" in few and "divide(" not in few
+    assert "div_rn" not in several and "sqrt_rn" not in several and several.count(" = divide(") == 3
+    eager = kernel_of(lambda x, y: fn(x, y, 3), x, y, numerics="eager").source
+    assert "divide(" not in eager and "root(" not in eager
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton: it is interpreted")
+def test_divisions_without_branches_are_right() -> None:
+    """Of every size, signed zeros, infinities and NaN: within a unit in the last place, mostly equal."""
+    assert interpreted("exact_divisions.py").splitlines()[-1] == "ok"
+
+
+def kernel_of(fn, *args: torch.Tensor, **options: str) -> Kernel:
     torch._dynamo.reset()
-    compiled = Compiled(fn, dynamic=False, target="sm_90")
+    compiled = Compiled(fn, dynamic=False, target="sm_90", **options)
     compiled(*args)
     (stages,) = compiled.stages
     return next(iter(stages.kernels.values()))  # type: ignore[union-attr]

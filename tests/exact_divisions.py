@@ -1,0 +1,54 @@
+"""Interprets the divisions and roots without branches: ``TRITON_INTERPRET=1 python exact_divisions.py``."""
+
+import importlib.util
+import tempfile
+from pathlib import Path
+
+import torch
+
+from reflib.generate.triton_half import HELPERS
+from reflib.lab.triton_child import complete_the_interpreter
+
+NAMES = "divide", "root", "inverse_root"
+TEXT = """import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+{helpers}
+
+@triton.jit
+def every(x_ptr, y_ptr, q_ptr, s_ptr, i_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    x, y = tl.load(x_ptr + at), tl.load(y_ptr + at)
+    tl.store(q_ptr + at, divide(x, y))
+    tl.store(s_ptr + at, root(x))
+    tl.store(i_ptr + at, inverse_root(x))
+"""
+
+
+def main() -> str:
+    complete_the_interpreter()
+    folder = Path(tempfile.mkdtemp())
+    text = TEXT.format(helpers="\n".join("@triton.jit" + HELPERS[n] for n in NAMES))
+    (folder / "every.py").write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("every", folder / "every.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    gen, n = torch.Generator().manual_seed(3), 2**15
+    hard = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, -1.0, 3e38, 1e-38, 2.0**-120])
+    sized = torch.randn(2, n, generator=gen) * torch.exp2(torch.randint(-60, 60, (2, n), generator=gen).float())
+    x, y = sized.clone()
+    x[:100], y[:100] = hard.repeat(10), hard.repeat_interleave(10)
+    q, s, i = (torch.empty(n) for _ in NAMES)
+    module.every[(1,)](x, y, q, s, i, N=n)
+    for got, want in ((q, x / y), (s, x.double().sqrt().float()), (i, x.double().rsqrt().float())):
+        torch.testing.assert_close(got, want, rtol=2.5e-7, atol=1e-44, equal_nan=True)
+        assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(q.signbit()[~q.isnan()], (x / y).signbit()[~q.isnan()])
+    assert (q == x / y).float().mean() > 0.99 and (s == x.double().sqrt().float())[x > 0].float().mean() > 0.99
+    return "ok"
+
+
+if __name__ == "__main__":
+    print(main())
