@@ -35,6 +35,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "channels_last": "capture.layouts:channels_last",
         "clones": "capture.clones:without_clones",
         "positions": "capture.positions:recompute_positions",
+        "saved_positions": "capture.saved_positions:saved_positions",
         "slice_sums": "capture.slice_sums:slice_sums",
         "joint_sums": "capture.joint_sums:joint_sums",
         "rounded_parts": "capture.rounded_parts:rounded_parts",
