@@ -23,6 +23,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "pipeline.CAPTURED": {
         "attention": "capture.attention:attention",
         "masks": "capture.masks:masks",
+        "grouped": "capture.grouped_heads:grouped_heads",
         "apart": "capture.attention_apart:attention_apart",
         "launches": "capture.launch_checks:check_launches",
     },

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node, Proxy
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -244,15 +245,21 @@ def replace_by_call(module: GraphModule, parts: Parts, memo: dict[Any, Masks]) -
             memo[key] = mask.node, weight.node
         mask, weight = map(proxy, memo[key]) if parts.steps else (None, None)
         out = attend(parts, proxy, (mask, weight), contiguous).node
-    node = before.next
-    while node is not second:
-        node.meta.update({k: v for k, v in second.meta.items() if k not in ("example_value", "val")})
-        node = node.next
-    out.meta["example_value" if "example_value" in second.meta else "val"] = fake
+    node, field = before.next, "example_value" if "example_value" in second.meta else "val"
+    with on_fakes(value(second)):
+        while node is not second:
+            node.meta.update({**second.meta, field: fake if node is out else _called(node)})
+            node = node.next
     second.replace_all_uses_with(out)
     for node in (second, *reversed(parts.nodes)):
         graph.erase_node(node)
     out.name = second.name  # by which torch.export knows its results
+
+
+def _called(node: Node) -> Any:
+    """What the call makes of the values of its arguments."""
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), value)
+    return getattr(args[0], node.target)(*args[1:], **kwargs) if node.op == "call_method" else node.target(*args, **kwargs)
 
 
 def _tried(parts: Parts) -> tuple[torch.Tensor, bool]:
