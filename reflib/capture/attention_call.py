@@ -19,6 +19,7 @@ ABSORBS = -1e30  # no score changes a number so low, or lower
 LOW = -1e3  # a bias so low in all of a row would take digits from the scores
 LONG = 1024  # keys: with fewer, two products and a softmax of ours are faster on a CPU, except in 16 bits
 TILE, FLOPS_PER_SECOND, BYTES_PER_SECOND, LAUNCHES = 128, 2.5e14, 3e12, 8e-6  # of short lengths, on an H100
+BIASED = 4.5e-8  # seconds per tile whose scores get a bias or a mask
 CONTIGUOUS = ("contiguous", "reshape", "flatten")
 
 
@@ -268,7 +269,9 @@ def _tried(parts: Parts) -> tuple[torch.Tensor, bool]:
     wide = scores.device.type == "cpu" and parts.dtype.itemsize > 2
     if wide and not statically_known_true(scores.shape[-1] >= LONG):
         raise Refused(f"on a CPU the call is slower for fewer than {LONG} keys of {parts.dtype}")
-    if scores.device.type == "cuda" and parts.dtype.itemsize == 2 and _short(scores, parts.q.value().shape[-1]):
+    if scores.device.type == "cuda" and parts.dtype.itemsize == 2 and _short(
+        scores, parts.q.value().shape[-1], bool(parts.steps)
+    ):  # fmt: skip
         raise Refused("a fused kernel's tiles are mostly padding at these lengths")
     if not hasattr(value(parts.second), "fake_mode"):
         raise Refused("sizes and dtypes are not known")
@@ -292,10 +295,11 @@ def _tried(parts: Parts) -> tuple[torch.Tensor, bool]:
     return fake, contiguous
 
 
-def _short(scores: torch.Tensor, width: Any) -> bool:
+def _short(scores: torch.Tensor, width: Any, biased: bool = False) -> bool:
     """Are two products and a softmax clearly faster on a GPU? A fused kernel computes tiles of TILE queries and keys,
-    whatever is in them (16 queries, 32 keys of width 96: 25 ns per head on an H100, where bytes say 6); the products
-    store scores, which are written and read three times. Not where sizes are unknown."""
+    whatever is in them (16 queries, 32 keys of width 96: 25 ns per head on an H100, where bytes say 6), and reads a bias
+    for each (49 of width 32: 53 ns on an H200); the products store scores, which are written and read three times. Not
+    where sizes are unknown."""
     *batch, queries, keys = scores.shape
     if not all(isinstance(n, int) for n in (*batch, queries, keys, width)):
         return False
@@ -304,7 +308,8 @@ def _short(scores: torch.Tensor, width: Any) -> bool:
     heads = math.prod(batch)
     tiles = math.ceil(queries / TILE)
     moved = 4 * (queries + keys) * width  # of q, k, v and the result, in bytes
-    fused = heads * max(tiles * TILE**2 * 4 * width / FLOPS_PER_SECOND, moved / BYTES_PER_SECOND)
+    tile = max(TILE**2 * 4 * width / FLOPS_PER_SECOND, BIASED if biased else 0)
+    fused = heads * max(tiles * tile, moved / BYTES_PER_SECOND)
     apart = heads * (moved + 12 * queries * keys) / BYTES_PER_SECOND + LAUNCHES
     return fused > 1.3 * apart
 
