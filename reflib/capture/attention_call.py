@@ -260,7 +260,9 @@ def replace_by_call(module: GraphModule, parts: Parts, memo: dict[Any, Masks]) -
 def _called(node: Node) -> Any:
     """What the call makes of the values of its arguments."""
     args, kwargs = map_arg((node.args, dict(node.kwargs)), value)
-    return getattr(args[0], node.target)(*args[1:], **kwargs) if node.op == "call_method" else node.target(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _tried(parts: Parts) -> tuple[torch.Tensor, bool]:
@@ -297,9 +299,9 @@ def _tried(parts: Parts) -> tuple[torch.Tensor, bool]:
 
 def _short(scores: torch.Tensor, width: Any, biased: bool = False) -> bool:
     """Are two products and a softmax clearly faster on a GPU? A fused kernel computes tiles of TILE queries and keys,
-    whatever is in them (16 queries, 32 keys of width 96: 25 ns per head on an H100, where bytes say 6), and reads a bias
-    for each (49 of width 32: 53 ns on an H200); the products store scores, which are written and read three times. Not
-    where sizes are unknown."""
+    whatever is in them (16 queries, 32 keys of width 96: 25 ns per head on an H100, where bytes say 6), and reads a
+    bias for each (49 of width 32: 53 ns on an H200); the products store scores, which are written and read three times.
+    Not where sizes are unknown."""
     *batch, queries, keys = scores.shape
     if not all(isinstance(n, int) for n in (*batch, queries, keys, width)):
         return False

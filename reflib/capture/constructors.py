@@ -20,6 +20,7 @@ from .positions import from_nothing
 
 MOST = 2**22  # elements of a tensor that is held
 
+
 def constructors(module: GraphModule, options: Options, gpu: bool) -> GraphModule:
     """``module``, or a copy of it without such copies. module: a functional ATen graph with ``meta["val"]``."""
     if not any(_from_cpu(n) for n in module.graph.nodes):

@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..logs import get as logger
 from ..options import Options
-from .attention import graphs, is_tensor
+from .attention import graphs, is_tensor, writes
 from .attention_call import equal, named, on_fakes, same_strides, value
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -49,7 +49,9 @@ def _grouped(graph: Graph, node: Node) -> bool:
         return False
     if not hasattr(value(node), "fake_mode") or value(q).dim() != 4 or not isinstance(value(q).shape[2], int):
         return False
-    (k, g), (v, h) = (_shared(given[n], value(q), bool(given.get("enable_gqa"))) for n in NAMES[1:3])
+    (k, g, *begun), (v, h, *more) = (_shared(given[n], value(q), bool(given.get("enable_gqa"))) for n in NAMES[1:3])
+    if any(writes(n) for first in (*begun, *more) if first for n in graph.nodes if first < n < node):
+        return False
     if g != h or g == 1 or g * value(q).shape[2] > ROWS or (mask is not None and value(mask).dim() not in (2, 4)):
         return False
     length, heads = value(q).shape[2], value(k).shape[1]
@@ -67,10 +69,8 @@ def _grouped(graph: Graph, node: Node) -> bool:
             value(rows), value(k), value(v), attn_mask=value(mask), scale=value(given.get("scale"))
         )
         out = put("flatten", put("unflatten", call, 2, (g, length)), 1, 2)
-        if not same_strides(value(out), value(node)):
-            out = put("contiguous", put("transpose", out, 1, 2))
-            out = put("transpose", out, 1, 2)
-            out = out if same_strides(value(out), value(node)) else put("contiguous", out)
+        if not same_strides(value(out), value(node)):  # fused kernels' results have the heads inside the length
+            out = put("transpose", put("contiguous", put("transpose", out, 1, 2)), 1, 2)
     if not same_strides(value(out), value(node)):
         return False
     logger("attention").info("%s: %d heads are rows of one", node.name, g)
@@ -80,40 +80,48 @@ def _grouped(graph: Graph, node: Node) -> bool:
     return True
 
 
-def _shared(node: Node, q: torch.Tensor, grouped: bool) -> tuple[Node, int]:
-    """Keys or values before they were repeated per head of queries, and how often each was."""
-    own, heads = value(node).shape[1], q.shape[1]
-    if value(node).dim() != 4 or not isinstance(own, int) or not isinstance(heads, int):
-        return node, 1
-    if grouped and own != heads:
-        return node, heads // own
+def _shared(node: Node, q: torch.Tensor, grouped: bool) -> tuple[Node, int, Node | None]:
+    """Keys or values before they were repeated per head of queries, how often each was, and the first op of that."""
+    shape, heads = list(value(node).shape), q.shape[1]
+    if len(shape) != 4 or not isinstance(shape[1], int) or not isinstance(heads, int):
+        return node, 1, None
+    if shape[1] != heads:
+        return node, heads // shape[1] if grouped else 1, None
     source: Any = _source(node)
     if named(source) == "repeat_interleave":
         x, n, dim = (*source.args, *source.kwargs.values(), None)[:3]
-        if is_tensor(x) and isinstance(n, int) and dim in (1, -3):
-            return x, n
-    if named(source) in ("reshape", "view", "flatten", "_unsafe_view"):
-        wide: Any = _source(source.args[0])
-        one: Any = wide.args[0] if named(wide) == "expand" else None
-        if is_tensor(one) and named(one) in ("unsqueeze", "getitem"):
-            x: Any = one.args[0]
-            b, n, *rest = value(x).shape if is_tensor(x) else ()
-            if len(rest) == 2 and equal(list(value(one).shape), [b, n, 1, *rest]) and heads % n == 0:
-                if equal(list(value(wide).shape), [b, n, heads // n, *rest]):
-                    return x, heads // n
-    return node, 1
+        if is_tensor(x) and isinstance(n, int) and dim in (1, -3) and equal(list(value(source).shape), shape):
+            return x, n, source
+    wide: Any = _source(source.args[0]) if named(source) in ("reshape", "view", "flatten", "_unsafe_view") else None
+    one: Any = wide.args[0] if named(wide) == "expand" else None
+    if is_tensor(one) and (named(one) == "unsqueeze" or named(one) == "getitem" and _whole(one.args[1])):
+        b, n, *rest = (*value(one.args[0]).shape, 0, 0)[:4]
+        chain = [value(t).shape for t in (one, wide, source)]
+        want = [b, n, 1, *rest], [b, n, heads // n, *rest] if n else [], [b, heads, *rest]
+        if all(equal(list(s), w) for s, w in zip(chain, want)) and equal(shape, want[2]):
+            return one.args[0], heads // n, one
+    return node, 1, None
+
+
+def _whole(index: Any) -> bool:
+    """Does it add dimensions at most?"""
+    return isinstance(index, tuple) and not any(isinstance(i, Node) or i not in (None, ..., slice(None)) for i in index)
 
 
 def _source(node: Any) -> Any:
     """Behind copies, and dimensions swapped twice."""
     while True:
         inner = node.args[0] if isinstance(node, Node) and node.args else None
-        if named(node) == named(inner) == "transpose" and {d % 4 for d in node.args[1:]} == {d % 4 for d in inner.args[1:]}:
+        if named(node) == named(inner) == "transpose" and _swapped(node) == _swapped(inner):
             node = inner.args[0]
         elif named(node) in ("contiguous", "clone"):
             node = inner
         else:
             return node
+
+
+def _swapped(node: Node) -> set[int]:
+    return {d % 4 for d in node.args[1:] if isinstance(d, int)}
 
 
 def _putter(graph: Graph) -> Callable[..., Node]:

@@ -85,5 +85,22 @@ def test_many_queries_and_triangles_stay() -> None:
     assert keys(attended(expanded, keep), [q, k, v]) == [G * TIMES]
     q, k, v = tensors(3)
     assert keys(attended(interleaved, None, is_causal=True), [q, k, v]) == [G * TIMES]
+    swapped = lambda t: expanded(t)[:, torch.arange(G * TIMES - 1, -1, -1)]  # noqa: E731
+    assert keys(attended(swapped, None), [q, k, v]) == [G * TIMES]
+    order = torch.tensor([2, 0, 1])
+    picked = lambda t: t[:, order, None].expand(-1, -1, TIMES, -1, -1).reshape(B, G * TIMES, S, D)  # noqa: E731
+    assert keys(attended(picked, None), [q, k, v]) == [G * TIMES]
     other = lambda q, k, v: F.scaled_dot_product_attention(q, interleaved(k), v.repeat(1, TIMES, 1, 1))  # noqa: E731
     assert keys(other, [q, k, v]) == [G * TIMES]
+
+
+def test_keys_that_are_written_to_meanwhile_are_copied_before() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k = k.clone()
+        wide, other = interleaved(k), interleaved(v)
+        k.mul_(2)
+        return F.scaled_dot_product_attention(q, wide, other) + k.sum()
+
+    assert keys(fn, tensors()) == [G * TIMES]
+    torch._dynamo.reset()
+    check(fn, torch.compile(fn, backend="reflib", dynamic=False), *tensors())
