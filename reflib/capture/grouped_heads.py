@@ -111,7 +111,7 @@ def _whole(index: Any) -> bool:
 def _source(node: Any) -> Any:
     """Behind copies, and dimensions swapped twice."""
     while True:
-        inner = node.args[0] if isinstance(node, Node) and node.args else None
+        inner: Any = node.args[0] if isinstance(node, Node) and node.args else None
         if named(node) == named(inner) == "transpose" and _swapped(node) == _swapped(inner):
             node = inner.args[0]
         elif named(node) in ("contiguous", "clone"):
