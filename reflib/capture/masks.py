@@ -86,11 +86,11 @@ def _simplified(graph: torch.fx.Graph, node: Node, memo: dict[Node, str]) -> boo
 def _unweighted(q: Node) -> Node:
     """The queries without a factor per row that is 1 in all (``attention_call.masked`` makes it for rows in which every
     key is masked)."""
-    x, by, *_ = (*q.args, None, None)
-    if named(q) != "mul" or not is_tensor(x) or not is_tensor(by) or (weight := _computed(by)) is None:  # type: ignore[arg-type]
+    x, by = (q.args[0], q.args[1]) if named(q) == "mul" else (None, None)
+    if not isinstance(x, Node) or not isinstance(by, Node) or (weight := _computed(by)) is None:
         return q
     same = value(x).dtype == value(q).dtype and equal(list(value(x).shape), list(value(q).shape))
-    return x if same and (weight == 1).all() else q  # type: ignore[return-value]
+    return x if same and (weight == 1).all() else q
 
 
 def _called(graph: torch.fx.Graph, node: Node, given: dict[str, Any]) -> bool:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import reflib
 from tests.checking import check
 
 rng = random.Random("grouped heads")
 B, G, TIMES, S, D = 2, 3, 4, rng.randint(9, 40), 16
-Tensor = torch.Tensor
 
 
 def tensors(length: int = 1, grad: bool = False) -> list[Tensor]:
