@@ -19,7 +19,7 @@ ABSORBS = -1e30  # no score changes a number so low, or lower
 LOW = -1e3  # a bias so low in all of a row would take digits from the scores
 LONG = 1024  # keys: with fewer, two products and a softmax of ours are faster on a CPU, except in 16 bits
 TILE, FLOPS_PER_SECOND, BYTES_PER_SECOND, LAUNCHES = 128, 2.5e14, 3e12, 8e-6  # of short lengths, on an H100
-BIASED = 4.5e-8  # seconds per tile whose scores get a bias or a mask
+BIASED = 3.3e-8  # seconds per tile whose scores get a bias or a mask, on an H200
 CONTIGUOUS = ("contiguous", "reshape", "flatten")
 
 
@@ -300,8 +300,8 @@ def _tried(parts: Parts) -> tuple[torch.Tensor, bool]:
 def _short(scores: torch.Tensor, width: Any, biased: bool = False) -> bool:
     """Are two products and a softmax clearly faster on a GPU? A fused kernel computes tiles of TILE queries and keys,
     whatever is in them (16 queries, 32 keys of width 96: 25 ns per head on an H100, where bytes say 6), and reads a
-    bias for each (49 of width 32: 53 ns on an H200); the products store scores, which are written and read three times.
-    Not where sizes are unknown."""
+    bias for each (64 of width 32: 33 ns, the products 19; but of 49, whose rows are not aligned, the products are the
+    slower ones); the products store scores, which are written and read three times. Not where sizes are unknown."""
     *batch, queries, keys = scores.shape
     if not all(isinstance(n, int) for n in (*batch, queries, keys, width)):
         return False
@@ -310,7 +310,7 @@ def _short(scores: torch.Tensor, width: Any, biased: bool = False) -> bool:
     heads = math.prod(batch)
     tiles = math.ceil(queries / TILE)
     moved = 4 * (queries + keys) * width  # of q, k, v and the result, in bytes
-    tile = max(TILE**2 * 4 * width / FLOPS_PER_SECOND, BIASED if biased else 0)
+    tile = max(TILE**2 * 4 * width / FLOPS_PER_SECOND, BIASED if biased and keys % 8 == 0 else 0)
     fused = heads * max(tiles * tile, moved / BYTES_PER_SECOND)
     apart = heads * (moved + 12 * queries * keys) / BYTES_PER_SECOND + LAUNCHES
     return fused > 1.3 * apart
