@@ -23,6 +23,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "pipeline.CAPTURED": {
         "attention": "capture.attention:attention",
         "masks": "capture.masks:masks",
+        "grouped": "capture.grouped_heads:grouped_heads",
         "apart": "capture.attention_apart:attention_apart",
         "launches": "capture.launch_checks:check_launches",
     },
@@ -36,6 +37,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "channels_last": "capture.layouts:channels_last",
         "clones": "capture.clones:without_clones",
         "positions": "capture.positions:recompute_positions",
+        "saved_positions": "capture.saved_positions:saved_positions",
         "slice_sums": "capture.slice_sums:slice_sums",
         "joint_sums": "capture.joint_sums:joint_sums",
         "rounded_parts": "capture.rounded_parts:rounded_parts",

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node, Proxy
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,6 +19,7 @@ ABSORBS = -1e30  # no score changes a number so low, or lower
 LOW = -1e3  # a bias so low in all of a row would take digits from the scores
 LONG = 1024  # keys: with fewer, two products and a softmax of ours are faster on a CPU, except in 16 bits
 TILE, FLOPS_PER_SECOND, BYTES_PER_SECOND, LAUNCHES = 128, 2.5e14, 3e12, 8e-6  # of short lengths, on an H100
+BIASED = 3.3e-8  # seconds per tile whose scores get a bias or a mask, on an H200
 CONTIGUOUS = ("contiguous", "reshape", "flatten")
 
 
@@ -244,15 +246,23 @@ def replace_by_call(module: GraphModule, parts: Parts, memo: dict[Any, Masks]) -
             memo[key] = mask.node, weight.node
         mask, weight = map(proxy, memo[key]) if parts.steps else (None, None)
         out = attend(parts, proxy, (mask, weight), contiguous).node
-    node = before.next
-    while node is not second:
-        node.meta.update({k: v for k, v in second.meta.items() if k not in ("example_value", "val")})
-        node = node.next
-    out.meta["example_value" if "example_value" in second.meta else "val"] = fake
+    node, field = before.next, "example_value" if "example_value" in second.meta else "val"
+    with on_fakes(value(second)):
+        while node is not second:
+            node.meta.update({**second.meta, field: fake if node is out else _called(node)})
+            node = node.next
     second.replace_all_uses_with(out)
     for node in (second, *reversed(parts.nodes)):
         graph.erase_node(node)
     out.name = second.name  # by which torch.export knows its results
+
+
+def _called(node: Node) -> Any:
+    """What the call makes of the values of its arguments."""
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), value)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _tried(parts: Parts) -> tuple[torch.Tensor, bool]:
@@ -261,7 +271,9 @@ def _tried(parts: Parts) -> tuple[torch.Tensor, bool]:
     wide = scores.device.type == "cpu" and parts.dtype.itemsize > 2
     if wide and not statically_known_true(scores.shape[-1] >= LONG):
         raise Refused(f"on a CPU the call is slower for fewer than {LONG} keys of {parts.dtype}")
-    if scores.device.type == "cuda" and parts.dtype.itemsize == 2 and _short(scores, parts.q.value().shape[-1]):
+    if scores.device.type == "cuda" and parts.dtype.itemsize == 2 and _short(
+        scores, parts.q.value().shape[-1], bool(parts.steps)
+    ):  # fmt: skip
         raise Refused("a fused kernel's tiles are mostly padding at these lengths")
     if not hasattr(value(parts.second), "fake_mode"):
         raise Refused("sizes and dtypes are not known")
@@ -285,10 +297,11 @@ def _tried(parts: Parts) -> tuple[torch.Tensor, bool]:
     return fake, contiguous
 
 
-def _short(scores: torch.Tensor, width: Any) -> bool:
+def _short(scores: torch.Tensor, width: Any, biased: bool = False) -> bool:
     """Are two products and a softmax clearly faster on a GPU? A fused kernel computes tiles of TILE queries and keys,
-    whatever is in them (16 queries, 32 keys of width 96: 25 ns per head on an H100, where bytes say 6); the products
-    store scores, which are written and read three times. Not where sizes are unknown."""
+    whatever is in them (16 queries, 32 keys of width 96: 25 ns per head on an H100, where bytes say 6), and reads a
+    bias for each (64 of width 32: 33 ns, the products 19; but of 49, whose rows are not aligned, the products are the
+    slower ones); the products store scores, which are written and read three times. Not where sizes are unknown."""
     *batch, queries, keys = scores.shape
     if not all(isinstance(n, int) for n in (*batch, queries, keys, width)):
         return False
@@ -297,7 +310,8 @@ def _short(scores: torch.Tensor, width: Any) -> bool:
     heads = math.prod(batch)
     tiles = math.ceil(queries / TILE)
     moved = 4 * (queries + keys) * width  # of q, k, v and the result, in bytes
-    fused = heads * max(tiles * TILE**2 * 4 * width / FLOPS_PER_SECOND, moved / BYTES_PER_SECOND)
+    tile = max(TILE**2 * 4 * width / FLOPS_PER_SECOND, BIASED if biased and keys % 8 == 0 else 0)
+    fused = heads * max(tiles * tile, moved / BYTES_PER_SECOND)
     apart = heads * (moved + 12 * queries * keys) / BYTES_PER_SECOND + LAUNCHES
     return fused > 1.3 * apart
 

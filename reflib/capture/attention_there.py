@@ -70,7 +70,7 @@ def _likely_kernel(
     if few or (mask is not None and mask.dtype != q.dtype):
         return None
     if mask is not None:
-        mask = mask.expand(*q.shape[:-1], k.shape[-2])
         if more := -mask.shape[-1] % 16:  # the kernel reads aligned rows
             mask = aten.constant_pad_nd(mask, [0, more])[..., : mask.shape[-1]]
+        mask = mask.expand(*q.shape[:-1], k.shape[-2])
     return aten._scaled_dot_product_efficient_attention(q, k, v, mask, False, dropout, is_causal, scale=scale)[0]

@@ -248,7 +248,7 @@ def view_as_real(d: _Writer, z: Pair) -> Node:
     return d(aten.cat.default, [d(aten.unsqueeze.default, x, -1) for x in z], -1)
 
 
-@rule(*SPECTRA, computes=False)
+@rule(*SPECTRA)
 def transform(d: _Writer, x: Any, *args: Any) -> Any:
     if (half := _half_spectrum(d.node)) is not None:
         return d.pair(_real_part(d, d.parts(half), *args[:2]), 0)
@@ -391,8 +391,12 @@ def eq(d: _Writer, z: Pair, y: Any) -> Node:
     return d(aten.bitwise_and.Tensor, *both)
 
 
-@rule(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, computes=False)
+@rule(
+    aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.empty.memory_format,
+    aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default, computes=False,
+)  # fmt: skip
 def zeros(d: _Writer, *_: Any, **__: Any) -> Pair:
+    """Also of what may hold anything: autograd's copies of slices begin so."""
     return d.pair(0, 0)
 
 

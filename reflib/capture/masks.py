@@ -13,6 +13,8 @@ So here, in the graph before autograd sees it:
   (or 0, of a mask that is added) the call gets none; if it is the lower triangle of as many queries as keys, the call
   gets ``is_causal=True``. A number that is added counts as forbidding if it is ``finfo.min`` or less: in both cases
   every row has an allowed key, beside which it has no weight.
+- This holds for the mask of attention that was written by hand, too (``attention``), with which the factors of rows
+  that see no key are gone.
 - Any other mask that is broadcast along the keys is copied, but not along dimensions where it is broadcast as well.
 
 Results are those of the same call, by another of PyTorch's kernels; so ``numerics="eager"`` leaves masks alone.
@@ -31,14 +33,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..logs import get as logger
 from ..options import Options
 from .attention import graphs, is_tensor, writes
-from .attention_call import copied_later, named, on_fakes, same_strides, value
+from .attention_call import copied_later, equal, named, on_fakes, same_strides, value
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 LARGEST = 2**26  # elements of a tensor that is computed for a mask: 8,192 queries and keys
 MADE = "arange full zeros ones eye tensor scalar_tensor full_like zeros_like ones_like new_full new_zeros new_ones"
 COMPUTED = """add sub mul neg div truediv floordiv mod remainder abs eq ne lt le gt ge and or xor not invert where any
-__and__ __or__ logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor all cumsum
-diff tril triu masked_fill minimum maximum min max clamp to _to_copy bool float half bfloat16 long int type"""
+amax __and__ __or__ logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor all
+cumsum diff tril triu masked_fill minimum maximum min max clamp to _to_copy bool float half bfloat16 long int type"""
 MOVED = """getitem index slice select unsqueeze squeeze expand expand_as view reshape flatten permute transpose t cat
 stack repeat flip clone contiguous detach lift_fresh_copy"""
 KNOWN = frozenset(f"{MADE} {COMPUTED} {MOVED}".split())
@@ -76,7 +78,19 @@ def _simplified(graph: torch.fx.Graph, node: Node, memo: dict[Node, str]) -> boo
         case _:
             return False
     logger("attention").info("%s: mask %s: %s", node.name, mask.name, memo[mask] or "copied")
+    if memo[mask]:
+        given["query"] = _unweighted(given["query"])
     return _called(graph, node, given)
+
+
+def _unweighted(q: Node) -> Node:
+    """The queries without a factor per row that is 1 in all (``attention_call.masked`` makes it for rows in which every
+    key is masked)."""
+    x, by = (q.args[0], q.args[1]) if named(q) == "mul" else (None, None)
+    if not isinstance(x, Node) or not isinstance(by, Node) or (weight := _computed(by)) is None:
+        return q
+    same = value(x).dtype == value(q).dtype and equal(list(value(x).shape), list(value(q).shape))
+    return x if same and (weight == 1).all() else q
 
 
 def _called(graph: torch.fx.Graph, node: Node, given: dict[str, Any]) -> bool:

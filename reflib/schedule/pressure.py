@@ -12,6 +12,9 @@ Most take one instruction or two, but those of NVIDIA's library 20 to 200: they 
 does not fit the instruction cache is fetched from L2 again by each program (three ``lgamma`` and six logarithms per
 element, a mean over rows of 3,072 with 16 elements per thread: 14,000 instructions, 219 KB, and 254 registers; 296 us
 on an H100 where TorchInductor takes about 110. With 4 elements it is 3,600 instructions and 77 registers).
+
+Where columns are reduced, fewer elements are fewer rows at a time, in a loop: a program of 8 columns would read 16 or
+32 bytes of each row, which sectors hold in part.
 """
 
 from dataclasses import replace
@@ -25,6 +28,7 @@ from ..ir.program import Config
 from ..target import Target
 
 MOST, FEW = 96, 64  # values of a thread: beyond the first, as many as the second
+LINE = 32  # neighbours that are reduced over a stride: fewer would read parts of sectors
 CODE = 4096  # instructions of 16 bytes: half of the 128 KB that a multiprocessor of an H100 caches
 
 
@@ -39,13 +43,17 @@ def relieve(config: Config, t: Any, target: Target) -> Config:
 
     if not too_many(MOST):
         return config
+    line = LINE if config.reduction != "none" and t.columns() else 1
     while too_many(FEW) and config.xblock * config.rblock > threads:
-        if config.xblock > 1:
+        if config.xblock > line:
             config = replace(config, xblock=config.xblock // 2)
         elif config.reduction == "persistent" and t.passes > 1:
-            if threads >= 1024:
+            if threads < 1024:
+                config, threads = replace(config, num_warps=2 * config.num_warps), 2 * threads
+            elif line == 1:
                 break
-            config, threads = replace(config, num_warps=2 * config.num_warps), 2 * threads
+            else:
+                line = 1
         else:
             config = replace(config, reduction="looped", rblock=config.rblock // 2)
     return config

@@ -142,12 +142,17 @@ def test_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "queries", "keys", "width", "short"),
-    [(3000, 16, 32, 96, True), (3000, 64, 80, 96, False), (3000, 49, 49, 32, False), (30, 16, 32, 96, False)],
-)
-def test_short_lengths_on_a_gpu(heads: int, queries: int, keys: int, width: int, short: bool) -> None:
+    ("heads", "queries", "keys", "width", "biased", "short"),
+    [
+        (3000, 16, 32, 96, False, True), (3000, 64, 80, 96, False, False), (3000, 49, 49, 32, False, False),
+        (30, 16, 32, 96, False, False), (3690, 64, 64, 32, True, True),
+        (1320, 49, 49, 32, True, False), (1320, 128, 128, 64, True, False),
+        (60, 64, 64, 32, True, False),
+    ],
+)  # fmt: skip
+def test_short_lengths_on_a_gpu(heads: int, queries: int, keys: int, width: int, biased: bool, short: bool) -> None:
     """Where a fused kernel's tiles would be padding, and there are many of them."""
-    assert attention_call._short(torch.empty(heads // 6, 6, queries, keys, device="meta"), width) == short
+    assert attention_call._short(torch.empty(heads // 6, 6, queries, keys, device="meta"), width, biased) == short
 
 
 def test_switched_off() -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import reflib
 from reflib.capture.masks import _dense
 from tests.checking import check
 from tests.semantics import Compiled
@@ -119,6 +120,22 @@ def same(fn: Callable[..., Any], length: int, keys: int | None = None) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(fn, backend="reflib", dynamic=False)
     check(fn, compiled, *heads(length, keys, grad=True), backward=True)
+
+
+@pytest.mark.parametrize("mask", [triangle, made_by_tril, added_triangle])
+def test_attention_by_hand(mask: Mask) -> None:
+    """Its triangle is ``is_causal`` as well, and nothing else is left of the mask."""
+
+    def fn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scores, m = q @ k.transpose(-1, -2) / 4, mask(q)
+        return (scores.masked_fill(~m, -torch.inf) if m.dtype == torch.bool else scores + m).softmax(-1) @ v
+
+    qkv = [t.bfloat16() for t in heads(LENGTHS[0])]
+    assert calls(fn, *qkv) == [(False, True)]
+    torch._dynamo.reset()
+    check(fn, torch.compile(fn, backend="reflib", dynamic=False), *(t.requires_grad_() for t in qkv), backward=True)
+    graph = reflib.explain(fn, *qkv, target="sm_90").graphs[0].graph.module.graph
+    assert not any("mul" in str(n.target) or "where" in str(n.target) for n in graph.nodes)
 
 
 @pytest.mark.parametrize("mask", [everything, added_nothing])

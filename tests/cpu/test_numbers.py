@@ -1,5 +1,6 @@
 """Tensors without dimensions on the CPU, read by kernels on a GPU: literals in the code, or kernel arguments."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -200,6 +201,23 @@ def test_positions_are_computed_where_they_are_read() -> None:
     assert {k.language for k in (for_gpu(Graph(module, "inference", frozenset())).kernels or {}).values()} == {"triton"}
     for n in module.graph.nodes:
         n.kwargs = {k: CPU if k == "device" else v for k, v in n.kwargs.items()}
+    torch.testing.assert_close(torch.fx.Interpreter(module).run(x), fn(x))
+
+
+def buckets(n: int) -> torch.Tensor:
+    """T5's, by the logarithm, as MPNet computes them."""
+    far = (torch.arange(n)[None] - torch.arange(n)[:, None]).abs()
+    large = 4 + (torch.log(far.float() / 4) / math.log(8) * 4).to(torch.long)
+    return torch.where(far < 4, far, torch.min(large, torch.full_like(large, 7)))
+
+
+def test_what_is_computed_with_floating_point_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, though each layer computes it, and as eager computes it."""
+    monkeypatch.setattr("reflib.capture.constructors.on_device", lambda value, _: value)
+    fn = lambda t: t[buckets(40)] * 2 + t.sin()[buckets(40)] + t[(torch.arange(3.0) * 2).long()].sum()  # noqa: E731
+    module = moved(fn, x := torch.randn(8, 4))
+    assert sorted(n for n, _ in module.named_buffers()) == ["_computed0", "_computed1"]
+    assert not any(str(n.target) == "aten.log.default" for n in module.graph.nodes)
     torch.testing.assert_close(torch.fx.Interpreter(module).run(x), fn(x))
 
 

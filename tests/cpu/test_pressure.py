@@ -59,6 +59,18 @@ def test_elements_per_thread(seed: int) -> None:
     assert seen > 1
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_few_elements_of_columns_are_few_rows(seed: int) -> None:
+    """Not few columns: what a program reads of a row fills sectors, whatever is computed."""
+    rng = random.Random(seed)
+    rows, columns, steps = rng.randrange(50, 200), rng.randrange(50_000, 100_000), rng.randrange(8, 24)
+    x, y = (torch.empty((rows, columns), dtype=torch.bfloat16) for _ in range(2))
+    fn = heavy(steps, 0.5)
+    seen = [(node.config, live(layout(p, q.buffers))) for node, p, q in kernels(lambda x, y: fn(x.t(), y.t()), x, y)]
+    assert any(values * 16 > MOST for _, values in seen)
+    assert all(c.xblock >= 32 for c, values in seen if values > 4)
+
+
 @pytest.mark.parametrize("rows", [False, True])
 def test_code_fits_the_instruction_cache(rows: bool) -> None:
     """Of three inlined ``lgamma`` per element; a thread keeps at least one element."""
