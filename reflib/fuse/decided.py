@@ -7,12 +7,13 @@ Where a mask holds, these ranges are tighter (``narrowed``).
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 
 import torch
 
 from ..ir.expr import Atom, Expr, Var, ceildiv, expr, nonneg
-from ..ir.loops import BodyBuilder, Const, Index, Load, Op, Stmt, map_stmt
-from ..ir.transforms import eliminate_dead
+from ..ir.loops import BodyBuilder, Const, Index, Load, Op, Stmt, Store, map_stmt, stmt_args
+from ..ir.transforms import eliminate_dead, needed
 from .mapping import fresh
 
 Exprs = dict[Atom, Expr]
@@ -115,3 +116,40 @@ def _collect_bounds(b: BodyBuilder, value: int, bounds: dict[Var, list[Expr]]) -
                 bounds[v][1] = edge if nonneg(high - edge) else high
             else:
                 bounds[v][0] = edge if nonneg(edge - low) else low
+
+
+def shared_loads(body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+    """``body`` with one load for those of one element under several masks that positions decide: where one of these
+    holds. Of ``stack([a + b, a - b])``, of which every element is one or the other, a and b are then loaded once."""
+    masks: dict[tuple[str, Expr], dict[int | None, None]] = {}
+    for s in body:
+        if isinstance(s, Load):
+            masks.setdefault((s.buffer, s.index), {})[s.mask] = None
+    stored = {s.buffer for s in body if isinstance(s, Store)}
+    several = {at: [m for m in found if m is not None] for at, found in masks.items() if len(found) > 1}
+    several = {at: ms for at, ms in several.items() if at[0] not in stored and all(_by_position(body, m) for m in ms)}
+    if not several:
+        return body
+    b = BodyBuilder()
+    ids: dict[int, int] = {}
+
+    def add(i: int) -> int:
+        if i not in ids:
+            for a in stmt_args(body[i]):
+                add(a)
+            ids[i] = b.add(map_stmt(body[i], ids))
+        return ids[i]
+
+    for i, s in enumerate(body):
+        if not isinstance(s, Load) or (s.buffer, s.index) not in several:
+            add(i)
+            continue
+        at = several[s.buffer, s.index]
+        mask = None if None in masks[s.buffer, s.index] else reduce(lambda x, y: b.op("or", x, y), map(add, at))
+        value = b.add(replace(s, mask=mask, other=0, index=map_stmt(s, ids | {a: add(a) for a in stmt_args(s)}).index))
+        ids[i] = value if s.mask is None else b.op("where", ids[s.mask], value, b.const(s.other, b.dtype(value)))
+    return eliminate_dead(tuple(b.body))
+
+
+def _by_position(body: Sequence[Stmt], mask: int) -> bool:
+    return all(isinstance(body[i], (Index, Const, Op)) for i in needed(body, [mask]))
