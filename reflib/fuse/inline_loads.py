@@ -159,23 +159,26 @@ def _inline_into(loops: LoopNest, position: int, work: _Work) -> LoopNest:
         if not names:
             return loops
         name = min(names, key=lambda n: gathers(work.producers[n].loops))
-        keep.add(name)
         own = own or single(position, loops, work.depends)
         if _groups(own, name, work):  # as most can: this is asked first
             near.add(name)
+            keep.add(name)
             continue
-        p = _form(name, position, work)
-        if not _should_inline(loops, position, p, work):
-            continue
-        inlined = _replaced(loops, p, gpu=work.gpu)
-        length = _longest(inlined)
-        if length > max(MAX_TEXT, longest) or len(inlined.body) > MAX_BODY:
-            continue
-        for read in p.loops.reads():
-            work.readers.setdefault(read, set()).add(position)
-        work.reads_no_more(position, name)
-        work.nodes[position] = loops = inlined
-        own, longest = None, length
+        for p in _forms(name, position, work):
+            if not _should_inline(loops, position, p, work):
+                continue
+            inlined = _replaced(loops, p, gpu=work.gpu)
+            length = _longest(inlined)
+            if length > max(MAX_TEXT, longest) or len(inlined.body) > MAX_BODY:
+                continue
+            for read in p.loops.reads():
+                work.readers.setdefault(read, set()).add(position)
+            work.reads_no_more(position, name)
+            work.nodes[position] = loops = inlined
+            own, longest = None, length
+            break
+        else:
+            keep.add(name)
 
 
 def _groups(own: Cluster, name: str, work: _Work) -> bool:
@@ -186,11 +189,15 @@ def _groups(own: Cluster, name: str, work: _Work) -> bool:
     return not isinstance(common_space(work.alone[name], own), Reason)
 
 
-def _form(name: str, position: int, work: _Work) -> Producer:
-    """A producer as it is inlined: with those in it, unless what these read is written before ``position``."""
+def _forms(name: str, position: int, work: _Work) -> Iterator[Producer]:
+    """A producer as it is inlined: with those in it, unless what these read is written before ``position``. On a CPU,
+    where none may be dear to compute again, also alone."""
     whole, parts = _whole(work.producers[name], work)
     written = (work.depends.written_between(b, q.position, position + 1) for q in parts for b in q.loops.reads())
-    return work.producers[name] if any(written) else whole
+    if usable := not any(written):
+        yield whole
+    if not (usable and work.gpu):
+        yield work.producers[name]
 
 
 def _longest(loops: LoopNest) -> int:
@@ -231,7 +238,7 @@ def _should_inline(loops: LoopNest, position: int, p: Producer, work: _Work) -> 
         return False
     if not _moves_less(loops, p, work):
         return False
-    if not (work.gpu and not _reads_positions(p.loops)) and not _cheap(loops, loads, p):
+    if not (work.again.get(p.store.buffer) and work.gpu and not _reads_positions(p.loops)) and not _cheap(loops, loads, p):
         return False
     if any(s.mask is not None for s in loads) and not all(nonneg(s.size - 1) for s in positions):
         return False
@@ -297,7 +304,7 @@ def _places(name: str, points: int, work: _Work, at: tuple[Expr, ...] = ()) -> I
             continue
         axes = [a for a in reader.axes if a.size != 1]
         numbered: Exprs = {a.var: expr(Var(f"axis{k}", a.size)) for k, a in enumerate(axes)}
-        n = (reader.numel * reader.rnumel).hint()
+        n = max(1, (reader.numel * reader.rnumel).hint())
         places: dict[Expr, float] = {}
         for s in reader.loads():
             if s.buffer == name:
