@@ -153,3 +153,32 @@ def shared_loads(body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
 
 def _by_position(body: Sequence[Stmt], mask: int) -> bool:
     return all(isinstance(body[i], (Index, Const, Op)) for i in needed(body, [mask]))
+
+
+def without_selects(body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+    """Without each ``where m ...`` whose value matters only where ``m`` holds, since another selects by ``m`` later."""
+    under: dict[int, set[int]] = {}  # per statement: the masks that hold wherever its value matters
+
+    def used(i: int, masks: set[int]) -> None:
+        under[i] = under[i] & masks if i in under else set(masks)
+
+    same: dict[int, int] = {}
+    for i in reversed(range(len(body))):
+        s, mine = body[i], under.get(i, set())
+        if isinstance(s, Op) and s.op == "where":
+            m, a, b = s.args
+            if m in mine:
+                same[i] = a
+            used(m, mine - {m})
+            used(a, mine | {m})
+            used(b, mine)
+        else:
+            for a in stmt_args(s):  # an access is made, and a position checked, whether its value matters or not
+                used(a, mine if isinstance(s, (Op, Index)) else set())
+    if not same:
+        return body
+    out = BodyBuilder()
+    ids: dict[int, int] = {}
+    for i, s in enumerate(body):
+        ids[i] = ids[same[i]] if i in same else out.add(map_stmt(s, ids))
+    return eliminate_dead(tuple(out.body))

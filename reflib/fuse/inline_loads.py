@@ -24,7 +24,6 @@ from ..ir.instructions import INSTRUCTIONS, LOAD, LOAD_VECTOR, PER_BYTE, POSITIO
 from ..ir.loops import (
     BodyBuilder,
     Const,
-    Index,
     Indirect,
     Load,
     LoopNest,
@@ -37,10 +36,10 @@ from ..ir.loops import (
     stmt_exprs,
 )
 from ..ir.program import Extern, Node, Program
-from ..ir.transforms import divisions, eliminate_dead, needed, varying
+from ..ir.transforms import divisions, needed, varying
 from ..options import Options
 from ..target import Target
-from .decided import Exprs, decided, narrowed, shared_loads
+from .decided import Exprs, decided, narrowed, shared_loads, without_selects
 from .dependencies import Dependencies, dependencies, remove_dead
 from .legality import Cluster, common_space, single
 from .mapping import strides_of
@@ -238,7 +237,8 @@ def _should_inline(loops: LoopNest, position: int, p: Producer, work: _Work) -> 
         return False
     if not _moves_less(loops, p, work):
         return False
-    if not (work.again.get(p.store.buffer) and work.gpu and not _reads_positions(p.loops)) and not _cheap(loops, loads, p):
+    weighed = work.gpu and work.again.get(p.store.buffer) and not _reads_positions(p.loops)
+    if not weighed and not _cheap(loops, loads, p):
         return False
     if any(s.mask is not None for s in loads) and not all(nonneg(s.size - 1) for s in positions):
         return False
@@ -424,35 +424,6 @@ def _replaced(loops: LoopNest, *producers: Producer, gpu: bool) -> LoopNest:
     if gpu:
         return replace(out, body=without_selects(shared_loads(out.body)))
     return replace(out, body=without_selects(out.body)) if any(gathers(p.loops) for p in producers) else out
-
-
-def without_selects(body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
-    """Without each ``where m ...`` whose value matters only where ``m`` holds, since another selects by ``m`` later."""
-    under: dict[int, set[int]] = {}  # per statement: the masks that hold wherever its value matters
-
-    def used(i: int, masks: set[int]) -> None:
-        under[i] = under[i] & masks if i in under else set(masks)
-
-    same: dict[int, int] = {}
-    for i in reversed(range(len(body))):
-        s, mine = body[i], under.get(i, set())
-        if isinstance(s, Op) and s.op == "where":
-            m, a, b = s.args
-            if m in mine:
-                same[i] = a
-            used(m, mine - {m})
-            used(a, mine | {m})
-            used(b, mine)
-        else:
-            for a in stmt_args(s):  # an access is made, and a position checked, whether its value matters or not
-                used(a, mine if isinstance(s, (Op, Index)) else set())
-    if not same:
-        return body
-    out = BodyBuilder()
-    ids: dict[int, int] = {}
-    for i, s in enumerate(body):
-        ids[i] = ids[same[i]] if i in same else out.add(map_stmt(s, ids))
-    return eliminate_dead(tuple(out.body))
 
 
 def _add(b: BodyBuilder, s: Stmt, made: Mapping[str, Producer], known: dict[Load, int]) -> int:
