@@ -2,7 +2,8 @@
 
 ``stack([a, b, c])[1]``, with its producer computed where it is read, asks of every element whether it is one of a's,
 b's or c's. The ranges of the loop variables answer that: two of the three loads, and what was computed from them, go.
-Where a mask holds, these ranges are tighter (``narrowed``).
+Where a mask holds, these ranges are tighter (``narrowed``). What two masks select from is loaded, and computed, once
+(``shared_loads``, ``without_selects``).
 """
 
 from collections.abc import Sequence
@@ -146,8 +147,10 @@ def shared_loads(body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
             continue
         at = several[s.buffer, s.index]
         mask = None if None in masks[s.buffer, s.index] else reduce(lambda x, y: b.op("or", x, y), map(add, at))
-        value = b.add(replace(s, mask=mask, other=0, index=map_stmt(s, ids | {a: add(a) for a in stmt_args(s)}).index))
-        ids[i] = value if s.mask is None else b.op("where", ids[s.mask], value, b.const(s.other, b.dtype(value)))
+        new = map_stmt(s, ids)
+        assert isinstance(new, Load)
+        value = b.add(replace(new, mask=mask, other=0))
+        ids[i] = value if new.mask is None else b.op("where", new.mask, value, b.const(s.other, s.dtype))
     return eliminate_dead(tuple(b.body))
 
 
