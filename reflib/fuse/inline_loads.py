@@ -52,6 +52,7 @@ MAX_OPS_REPEATED = 6  # ... more than twice as often as before
 MAX_LOADS = 4  # ... of matrices, of one computed twice: vectors, such as a norm's weights, are read from cache
 MAX_BODY = 240  # statements a consumer may grow to
 MAX_TEXT = 1500  # characters of an index with // and %, which double per level where bounds prove nothing
+DEEPEST = 32  # producers, each in the next, that are asked for one of them
 MAX_MOVES = 4  # paddings and concatenations, one after another, that are looked through
 SELECTS = {"where", "and", "or", "not", "lt", "le", "gt", "ge", "eq", "ne"}
 EXPENSIVE = frozenset(INSTRUCTIONS)
@@ -72,6 +73,7 @@ class _Work:
     near: dict[int, set[str]] = field(default_factory=dict)
     whole: dict[str, tuple[Producer, list[Producer]]] = field(default_factory=dict)
     again: dict[str, bool] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)  # for one of these, the next is asked for
     alone: dict[str, Cluster] = field(default_factory=dict)
 
     def reads_no_more(self, position: int, name: str) -> None:
@@ -228,9 +230,8 @@ def _whole(p: Producer, work: _Work) -> tuple[Producer, list[Producer]]:
 
 
 def _should_inline(loops: LoopNest, position: int, p: Producer, work: _Work) -> bool:
-    depends = work.depends
     loads = [s for s in loops.loads() if s.buffer == p.store.buffer]
-    if any(depends.written_between(b, p.position, position + 1) for b in p.loops.reads()):
+    if any(work.depends.written_between(b, p.position, position + 1) for b in p.loops.reads()):
         return False
     positions = [s for s in p.loops.body if isinstance(s, Indirect)]
     if not positions and len(loops.body) + len({s.index for s in loads}) * _repeated(p.loops)[1] > MAX_BODY:
@@ -242,7 +243,7 @@ def _should_inline(loops: LoopNest, position: int, p: Producer, work: _Work) -> 
         return False
     if any(s.mask is not None for s in loads) and not all(nonneg(s.size - 1) for s in positions):
         return False
-    return _alone(p, depends)
+    return _alone(p, work.depends)
 
 
 def _moves_less(loops: LoopNest, p: Producer, work: _Work) -> bool:
@@ -258,7 +259,11 @@ def _moves_less(loops: LoopNest, p: Producer, work: _Work) -> bool:
         in_any_case = any(b.kind != "temp" for b in read)  # one is in memory: an input
         return bytes_read < size or in_any_case and bytes_read == size
     if name not in work.again:
+        if len(work.asked) == DEEPEST:
+            return False
+        work.asked.append(name)
         work.again[name] = _again(work.producers[name], work)
+        work.asked.pop()
     if work.again[name]:
         return True
     done = (work_of(loops) + work_of(p.loops)) * (loops.numel * loops.rnumel).hint() / PER_BYTE if work.gpu else 0
@@ -297,7 +302,7 @@ def _again(p: Producer, work: _Work) -> bool:
 def _places(name: str, points: int, work: _Work, at: tuple[Expr, ...] = ()) -> Iterator[tuple[int, object, float]]:
     """Who reads a producer's result, where, in terms that two loop nests have in common, and how much of it, where 1 is
     all. What only moves elements (a padding, a concatenation) is looked through."""
-    for r in work.readers[name]:
+    for r in work.readers.get(name, ()):
         reader = work.nodes[r]
         if not isinstance(reader, LoopNest):
             yield r, at, 1
@@ -328,8 +333,7 @@ def _moves(loops: LoopNest) -> bool:
 def _repeated(loops: LoopNest) -> tuple[int, int]:
     """Instructions per point, and statements, of what differs from element to element: not those that few axes have, of
     which the readers of a window share one."""
-    axes = [a.var for a in loops.axes if a.size != 1]
-    level = [varying(loops.body, [v]) for v in axes]
+    level = [varying(loops.body, [a.var]) for a in loops.axes if a.size != 1]
     own = [s for i, s in enumerate(loops.body) if not isinstance(s, (Const, Store)) and all(x[i] for x in level)]
     return sum(map(_weight, own)), len(own)
 
