@@ -56,6 +56,7 @@ DEEPEST = 32  # producers, each in the next, that are asked for one of them
 MAX_MOVES = 4  # paddings and concatenations, one after another, that are looked through
 SELECTS = {"where", "and", "or", "not", "lt", "le", "gt", "ge", "eq", "ne"}
 EXPENSIVE = frozenset(INSTRUCTIONS)
+Place = tuple[int, tuple[Expr, ...], float]  # who reads, where, how much
 
 
 @dataclass(frozen=True)
@@ -264,10 +265,8 @@ def _moves_less(loops: LoopNest, p: Producer, work: _Work) -> bool:
         work.asked.append(name)
         work.again[name] = _again(work.producers[name], work)
         work.asked.pop()
-    if work.again[name]:
-        return True
     done = (work_of(loops) + work_of(p.loops)) * (loops.numel * loops.rnumel).hint() / PER_BYTE if work.gpu else 0
-    return 2 * size <= LAUNCH[work.gpu] // 10 and done <= LAUNCH[work.gpu] // 4
+    return work.again[name] or 2 * size <= LAUNCH[work.gpu] // 10 and done <= LAUNCH[work.gpu] // 4
 
 
 def _again(p: Producer, work: _Work) -> bool:
@@ -280,7 +279,7 @@ def _again(p: Producer, work: _Work) -> bool:
     is always less. The answer is one for all readers: what one of them reads is stored, for all of them."""
     buffers, name, points = work.program.buffers, p.store.buffer, max(1, p.loops.numel.hint())
     kernels: dict[tuple[int, int], float] = {}  # readers that may become one kernel, by how much of it they read
-    places: dict[object, float] = {}  # ... which computes once what they read at one place
+    places: dict[tuple[object, tuple[Expr, ...]], float] = {}  # ... which computes once what they read at one place
     for r, at, share in _places(name, points, work):
         node = work.nodes[r]
         key = work.calls[r], (node.numel * node.rnumel).hint() if isinstance(node, LoopNest) else 0
@@ -291,7 +290,8 @@ def _again(p: Producer, work: _Work) -> bool:
         return True
     whole = _whole(p, work)[0].loops
     repeated, statements = _repeated(whole)
-    if work.gpu and m * statements > MAX_BODY:
+    gathered = any(isinstance(a, Ref) for _, at in places for e in at for a in e.atoms())  # a sector for each element
+    if m > 1 and gathered or work.gpu and m * statements > MAX_BODY:
         return False
     read = (buffers[b] for b in whole.reads())
     again = max(0, n - 1) * sum(min(b.nbytes.hint(), points * b.dtype.itemsize) for b in read)
@@ -299,7 +299,7 @@ def _again(p: Producer, work: _Work) -> bool:
     return again < (n + (name not in work.depends.needed)) * buffers[name].nbytes.hint()
 
 
-def _places(name: str, points: int, work: _Work, at: tuple[Expr, ...] = ()) -> Iterator[tuple[int, object, float]]:
+def _places(name: str, points: int, work: _Work, at: tuple[Expr, ...] = ()) -> Iterator[Place]:
     """Who reads a producer's result, where, in terms that two loop nests have in common, and how much of it, where 1 is
     all. What only moves elements (a padding, a concatenation) is looked through."""
     for r in work.readers.get(name, ()):
