@@ -9,6 +9,7 @@ Where a mask holds, these ranges are tighter (``narrowed``). What two masks sele
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
+from math import prod
 
 import torch
 
@@ -88,6 +89,14 @@ def narrowed(b: BodyBuilder, mask: int | None) -> tuple[Exprs, Exprs]:
         w = fresh(high - low)
         narrow[v], widen[w] = expr(w) + low, expr(v) - low
     return narrow, widen
+
+
+def held(body: tuple[Stmt, ...], mask: int | None) -> float:
+    """At which part of the points a mask holds; the others cost little."""
+    b = BodyBuilder()
+    b.body = list(body)
+    _, there = narrowed(b, mask)
+    return prod(w.size.hint() / max(1, v.size.hint()) for w, e in there.items() for v in e.variables())
 
 
 def _collect_bounds(b: BodyBuilder, value: int, bounds: dict[Var, list[Expr]]) -> None:

@@ -39,7 +39,7 @@ from ..ir.program import Extern, Node, Program
 from ..ir.transforms import divisions, needed, varying
 from ..options import Options
 from ..target import Target
-from .decided import Exprs, decided, narrowed, shared_loads, without_selects
+from .decided import Exprs, decided, held, narrowed, shared_loads, without_selects
 from .dependencies import Dependencies, dependencies, remove_dead
 from .legality import Cluster, common_space, single
 from .mapping import strides_of
@@ -194,12 +194,12 @@ def _groups(own: Cluster, name: str, work: _Work) -> bool:
 def _forms(name: str, position: int, work: _Work) -> Iterator[Producer]:
     """A producer as it is inlined: with those in it, unless what these read is written before ``position``. On a CPU,
     where none may be dear to compute again, also alone."""
-    whole, parts = _whole(work.producers[name], work)
+    whole, parts = _whole(p := work.producers[name], work)
     written = (work.depends.written_between(b, q.position, position + 1) for q in parts for b in q.loops.reads())
     if usable := not any(written):
         yield whole
-    if not (usable and work.gpu):
-        yield work.producers[name]
+    if not (usable and work.gpu) or gathers(p.loops):
+        yield p
 
 
 def _longest(loops: LoopNest) -> int:
@@ -290,8 +290,7 @@ def _again(p: Producer, work: _Work) -> bool:
         return True
     whole = _whole(p, work)[0].loops
     repeated, statements = _repeated(whole)
-    gathered = any(isinstance(a, Ref) for _, at in places for e in at for a in e.atoms())  # a sector for each element
-    if m > 1 and gathered or work.gpu and m * statements > MAX_BODY:
+    if work.gpu and m * statements > MAX_BODY and not gathers(whole):
         return False
     read = (buffers[b] for b in whole.reads())
     again = max(0, n - 1) * sum(min(b.nbytes.hint(), points * b.dtype.itemsize) for b in read)
@@ -313,8 +312,7 @@ def _places(name: str, points: int, work: _Work, at: tuple[Expr, ...] = ()) -> I
         places: dict[Expr, float] = {}
         for s in reader.loads():
             if s.buffer == name:
-                share = n / points if s.mask is None else min(n / points, max(1, n // _lanes(reader, s)))
-                places[s.index.subs(numbered)] = share
+                places[s.index.subs(numbered)] = n * held(reader.body, s.mask) / points
         if len(at) < MAX_MOVES and _moves(reader) and (moved := reader.writes()[0]) not in work.depends.needed:
             for place, share in places.items():
                 for q, there, part in _places(moved, n, work, (*at, place)):
