@@ -192,13 +192,14 @@ def _groups(own: Cluster, name: str, work: _Work) -> bool:
 
 
 def _forms(name: str, position: int, work: _Work) -> Iterator[Producer]:
-    """A producer as it is inlined: with those in it, unless what these read is written before ``position``. On a CPU,
-    where none may be dear to compute again, also alone."""
+    """A producer as it is inlined: with those in it, unless what these read is written before ``position``; and
+    alone, unless it is dear on a GPU."""
     whole, parts = _whole(p := work.producers[name], work)
     written = (work.depends.written_between(b, q.position, position + 1) for q in parts for b in q.loops.reads())
     if usable := not any(written):
         yield whole
-    if not (usable and work.gpu) or gathers(p.loops):
+    dear = any(isinstance(s, Op) and s.op in EXPENSIVE for s in whole.loops.body)
+    if not (usable and work.gpu and dear):
         yield p
 
 
