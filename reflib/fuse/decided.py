@@ -96,7 +96,8 @@ def held(body: tuple[Stmt, ...], mask: int | None) -> float:
     b = BodyBuilder()
     b.body = list(body)
     _, there = narrowed(b, mask)
-    return prod(w.size.hint() / max(1, v.size.hint()) for w, e in there.items() for v in e.variables())
+    news = ((w, v) for w, e in there.items() if isinstance(w, Var) for v in e.variables())
+    return prod(w.size.hint() / max(1, v.size.hint()) for w, v in news)
 
 
 def _collect_bounds(b: BodyBuilder, value: int, bounds: dict[Var, list[Expr]]) -> None:
