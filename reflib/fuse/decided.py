@@ -2,17 +2,20 @@
 
 ``stack([a, b, c])[1]``, with its producer computed where it is read, asks of every element whether it is one of a's,
 b's or c's. The ranges of the loop variables answer that: two of the three loads, and what was computed from them, go.
-Where a mask holds, these ranges are tighter (``narrowed``).
+Where a mask holds, these ranges are tighter (``narrowed``). What two masks select from is loaded, and computed, once
+(``shared_loads``, ``without_selects``).
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
+from math import prod
 
 import torch
 
 from ..ir.expr import Atom, Expr, Var, ceildiv, expr, nonneg
-from ..ir.loops import BodyBuilder, Const, Index, Load, Op, Stmt, map_stmt
-from ..ir.transforms import eliminate_dead
+from ..ir.loops import BodyBuilder, Const, Index, Load, Op, Stmt, Store, map_stmt, stmt_args
+from ..ir.transforms import eliminate_dead, needed
 from .mapping import fresh
 
 Exprs = dict[Atom, Expr]
@@ -88,6 +91,15 @@ def narrowed(b: BodyBuilder, mask: int | None) -> tuple[Exprs, Exprs]:
     return narrow, widen
 
 
+def held(body: tuple[Stmt, ...], mask: int | None) -> float:
+    """At which part of the points a mask holds; the others cost little."""
+    b = BodyBuilder()
+    b.body = list(body)
+    _, there = narrowed(b, mask)
+    news = ((w, v) for w, e in there.items() if isinstance(w, Var) for v in e.variables())
+    return prod(w.size.hint() / max(1, v.size.hint()) for w, v in news)
+
+
 def _collect_bounds(b: BodyBuilder, value: int, bounds: dict[Var, list[Expr]]) -> None:
     """From comparisons such as ``v + c < e``, joined by ``and``: [low, high) of each variable."""
     s = b.body[value]
@@ -115,3 +127,71 @@ def _collect_bounds(b: BodyBuilder, value: int, bounds: dict[Var, list[Expr]]) -
                 bounds[v][1] = edge if nonneg(high - edge) else high
             else:
                 bounds[v][0] = edge if nonneg(edge - low) else low
+
+
+def shared_loads(body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+    """``body`` with one load for those of one element under several masks that positions decide: where one of these
+    holds. Of ``stack([a + b, a - b])``, of which every element is one or the other, a and b are then loaded once."""
+    masks: dict[tuple[str, Expr], dict[int | None, None]] = {}
+    for s in body:
+        if isinstance(s, Load):
+            masks.setdefault((s.buffer, s.index), {})[s.mask] = None
+    stored = {s.buffer for s in body if isinstance(s, Store)}
+    several = {at: [m for m in found if m is not None] for at, found in masks.items() if len(found) > 1}
+    several = {at: ms for at, ms in several.items() if at[0] not in stored and all(_by_position(body, m) for m in ms)}
+    if not several:
+        return body
+    b = BodyBuilder()
+    ids: dict[int, int] = {}
+
+    def add(i: int) -> int:
+        if i not in ids:
+            for a in stmt_args(body[i]):
+                add(a)
+            ids[i] = b.add(map_stmt(body[i], ids))
+        return ids[i]
+
+    for i, s in enumerate(body):
+        if not isinstance(s, Load) or (s.buffer, s.index) not in several:
+            add(i)
+            continue
+        at = several[s.buffer, s.index]
+        mask = None if None in masks[s.buffer, s.index] else reduce(lambda x, y: b.op("or", x, y), map(add, at))
+        new = map_stmt(s, ids)
+        assert isinstance(new, Load)
+        value = b.add(replace(new, mask=mask, other=0))
+        ids[i] = value if new.mask is None else b.op("where", new.mask, value, b.const(s.other, s.dtype))
+    return eliminate_dead(tuple(b.body))
+
+
+def _by_position(body: Sequence[Stmt], mask: int) -> bool:
+    return all(isinstance(body[i], (Index, Const, Op)) for i in needed(body, [mask]))
+
+
+def without_selects(body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+    """Without each ``where m ...`` whose value matters only where ``m`` holds, since another selects by ``m`` later."""
+    under: dict[int, set[int]] = {}  # per statement: the masks that hold wherever its value matters
+
+    def used(i: int, masks: set[int]) -> None:
+        under[i] = under[i] & masks if i in under else set(masks)
+
+    same: dict[int, int] = {}
+    for i in reversed(range(len(body))):
+        s, mine = body[i], under.get(i, set())
+        if isinstance(s, Op) and s.op == "where":
+            m, a, b = s.args
+            if m in mine:
+                same[i] = a
+            used(m, mine - {m})
+            used(a, mine | {m})
+            used(b, mine)
+        else:
+            for a in stmt_args(s):  # an access is made, and a position checked, whether its value matters or not
+                used(a, mine if isinstance(s, (Op, Index)) else set())
+    if not same:
+        return body
+    out = BodyBuilder()
+    ids: dict[int, int] = {}
+    for i, s in enumerate(body):
+        ids[i] = ids[same[i]] if i in same else out.add(map_stmt(s, ids))
+    return eliminate_dead(tuple(out.body))

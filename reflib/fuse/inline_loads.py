@@ -13,9 +13,9 @@ less work than to store the input and read it back: ``avg_pool(relu(bn(x)))`` is
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 
 import torch
 
@@ -24,7 +24,6 @@ from ..ir.instructions import INSTRUCTIONS, LOAD, LOAD_VECTOR, PER_BYTE, POSITIO
 from ..ir.loops import (
     BodyBuilder,
     Const,
-    Index,
     Indirect,
     Load,
     LoopNest,
@@ -37,10 +36,10 @@ from ..ir.loops import (
     stmt_exprs,
 )
 from ..ir.program import Extern, Node, Program
-from ..ir.transforms import divisions, eliminate_dead, needed
+from ..ir.transforms import divisions, needed, varying
 from ..options import Options
 from ..target import Target
-from .decided import Exprs, decided, narrowed
+from .decided import Exprs, decided, held, narrowed, shared_loads, without_selects
 from .dependencies import Dependencies, dependencies, remove_dead
 from .legality import Cluster, common_space, single
 from .mapping import strides_of
@@ -53,13 +52,17 @@ MAX_OPS_REPEATED = 6  # ... more than twice as often as before
 MAX_LOADS = 4  # ... of matrices, of one computed twice: vectors, such as a norm's weights, are read from cache
 MAX_BODY = 240  # statements a consumer may grow to
 MAX_TEXT = 1500  # characters of an index with // and %, which double per level where bounds prove nothing
+DEEPEST = 32  # producers, each in the next, that are asked for one of them
+MAX_MOVES = 4  # paddings and concatenations, one after another, that are looked through
+SELECTS = {"where", "and", "or", "not", "lt", "le", "gt", "ge", "eq", "ne"}
 EXPENSIVE = frozenset(INSTRUCTIONS)
+Place = tuple[int, tuple[Expr, ...], float]  # who reads, where, how much
 
 
 @dataclass(frozen=True)
 class _Work:
-    """What the questions below are about. ``nodes`` and ``readers``: with what was inlined until now. ``joined``:
-    ``_joined`` of the producers that were asked for; ``alone``: their clusters."""
+    """What the questions below are about. ``nodes`` and ``readers``: with what was inlined until now. ``near``: of each
+    node, the producers that it can be grouped with; ``whole``, ``again``, ``alone``: what was asked of a producer."""
 
     program: Program
     nodes: list[Node]
@@ -68,7 +71,10 @@ class _Work:
     readers: dict[str, set[int]]
     calls: list[int]  # per node: the most calls one after another that it waits for
     producers: dict[str, Producer] = field(default_factory=dict)
-    joined: dict[str, tuple[Producer, list[Producer]]] = field(default_factory=dict)
+    near: dict[int, set[str]] = field(default_factory=dict)
+    whole: dict[str, tuple[Producer, list[Producer]]] = field(default_factory=dict)
+    again: dict[str, bool] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)  # for one of these, the next is asked for
     alone: dict[str, Cluster] = field(default_factory=dict)
 
     def reads_no_more(self, position: int, name: str) -> None:
@@ -148,46 +154,52 @@ def make_producer(position: int, loops: LoopNest, store: Store) -> Producer | No
 def _inline_into(loops: LoopNest, position: int, work: _Work) -> LoopNest:
     """``loops`` with every load replaced that should be, loads in inlined bodies included. What gathers comes last: by
     then all loads of it are there, of which more than one would repeat it."""
-    keep, given, own, longest = set[str](), loops, None, _longest(loops)
+    keep, own, longest = set[str](), None, _longest(loops)
+    near = work.near[position] = set()
     while True:
         names = [n for n in loops.reads() if n in work.producers and n not in keep]
         if not names:
             return loops
         name = min(names, key=lambda n: gathers(work.producers[n].loops))
         own = own or single(position, loops, work.depends)
-        for p in _forms(own, position, work.producers[name], work):
-            made = cache(partial(replace_loads, loops, p))
-            if _should_inline(loops, given, position, p, work, made):
-                inlined = made()
-                if gathers(p.loops):
-                    inlined = replace(inlined, body=without_selects(inlined.body))
-                    if len(inlined.body) > MAX_BODY:
-                        continue
-                length = _longest(inlined)
-                if length <= max(MAX_TEXT, longest):
-                    for read in p.loops.reads():
-                        work.readers.setdefault(read, set()).add(position)
-                    work.reads_no_more(position, name)
-                    work.nodes[position] = loops = inlined
-                    own, longest = None, length
-                    break
+        if _groups(own, name, work):  # as most can: this is asked first
+            near.add(name)
+            keep.add(name)
+            continue
+        for p in _forms(name, position, work):
+            if not _should_inline(loops, position, p, work):
+                continue
+            inlined = _replaced(loops, p, gpu=work.gpu)
+            length = _longest(inlined)
+            if length > max(MAX_TEXT, longest) or len(inlined.body) > MAX_BODY:
+                continue
+            for read in p.loops.reads():
+                work.readers.setdefault(read, set()).add(position)
+            work.reads_no_more(position, name)
+            work.nodes[position] = loops = inlined
+            own, longest = None, length
+            break
         else:
             keep.add(name)
 
 
-def _forms(own: Cluster, position: int, p: Producer, work: _Work) -> Iterator[Producer]:
-    """A producer as it might be inlined: with those in it, and alone. None of one that can be grouped with ``own``, the
-    consumer, as most can: this is asked first."""
-    depends = work.depends
-    name = p.store.buffer
+def _groups(own: Cluster, name: str, work: _Work) -> bool:
+    """Can the producer be grouped with ``own``, a consumer?"""
     if name not in work.alone:
-        work.alone[name] = single(p.position, p.loops, depends)
-    if isinstance(common_space(work.alone[name], own), Reason):
-        if name not in work.joined:
-            work.joined[name] = _joined(p, work)
-        whole, parts = work.joined[name]
-        if not any(depends.written_between(b, q.position, position + 1) for q in parts for b in q.loops.reads()):
-            yield whole
+        p = work.producers[name]
+        work.alone[name] = single(p.position, p.loops, work.depends)
+    return not isinstance(common_space(work.alone[name], own), Reason)
+
+
+def _forms(name: str, position: int, work: _Work) -> Iterator[Producer]:
+    """A producer as it is inlined: with those in it, unless what these read is written before ``position``; and
+    alone, unless it is dear on a GPU."""
+    whole, parts = _whole(p := work.producers[name], work)
+    written = (work.depends.written_between(b, q.position, position + 1) for q in parts for b in q.loops.reads())
+    if usable := not any(written):
+        yield whole
+    dear = any(isinstance(s, Op) and s.op in EXPENSIVE for s in whole.loops.body)
+    if not (usable and work.gpu and dear):
         yield p
 
 
@@ -197,88 +209,132 @@ def _longest(loops: LoopNest) -> int:
     return max((len(str(e)) for e in indices if divisions(e)), default=0)
 
 
-def _joined(p: Producer, work: _Work) -> tuple[Producer, list[Producer]]:
+def _whole(p: Producer, work: _Work) -> tuple[Producer, list[Producer]]:
     """The producer with the producers in it that grouping would fuse with it (for which no call is waited between), and
     these: a chain is one computation, and the masks of the loads that it replaces are applied once."""
-    loops, tried, parts = p.loops, set[str](), list[Producer]()
-    while names := [n for n in loops.reads() if n in work.producers and n not in tried]:
-        tried.add(names[0])
-        q = work.producers[names[0]]
-        loads = [s for s in loops.loads() if s.buffer == names[0]]
-        near = work.calls[q.position] == work.calls[p.position] and len(loops.body) + len(q.loops.body) <= MAX_OPS
-        if near and _cheap(loops, loads, q) and _alone(q, work.depends) and _moves_less(loops, q, work):
-            loops = replace_loads(loops, q)
-            parts.append(q)
-    store = next(s for s in loops.stores() if s.buffer == p.store.buffer)
-    return replace(p, loops=loops, store=store), parts
+    name = p.store.buffer
+    if name not in work.whole:
+        parts: dict[str, Producer] = {}
+        size, most = len(p.loops.body), MAX_BODY if work.gpu else MAX_OPS
+        todo = [n for n in p.loops.reads() if n in work.near[p.position]]
+        while todo:
+            q = work.producers[read := todo.pop()]
+            if read in parts or work.calls[q.position] != work.calls[p.position] or size + len(q.loops.body) > most:
+                continue
+            if _alone(q, work.depends) and _moves_less(p.loops, q, work):
+                parts[read] = q
+                size += len(q.loops.body)
+                todo += [n for n in q.loops.reads() if n in work.near[q.position]]
+        loops = _replaced(p.loops, *parts.values(), gpu=work.gpu) if parts else p.loops
+        store = next(s for s in loops.stores() if s.buffer == name)
+        work.whole[name] = replace(p, loops=loops, store=store), list(parts.values())
+    return work.whole[name]
 
 
-def _should_inline(
-    loops: LoopNest, given: LoopNest, position: int, p: Producer, work: _Work, made: Callable[[], LoopNest]
-) -> bool:
-    """``given``: the consumer before anything was inlined into it; ``made()``: with the producer inlined."""
-    depends = work.depends
+def _should_inline(loops: LoopNest, position: int, p: Producer, work: _Work) -> bool:
     loads = [s for s in loops.loads() if s.buffer == p.store.buffer]
-    if any(depends.written_between(b, p.position, position + 1) for b in p.loops.reads()):
+    if any(work.depends.written_between(b, p.position, position + 1) for b in p.loops.reads()):
         return False
     positions = [s for s in p.loops.body if isinstance(s, Indirect)]
-    indices = len({s.index for s in loads})
-    window = work.gpu and indices > 2  # of a pooling: a load replaces a load, constants are shared
-    each = sum(not isinstance(s, (Const, Store)) for s in p.loops.body) - 1 if window else len(p.loops.body)
-    if not positions and len(loops.body) + indices * each > MAX_BODY:
+    if not positions and len(loops.body) + len({s.index for s in loads}) * _repeated(p.loops)[1] > MAX_BODY:
         return False
-    cheap = not window and _cheap(loops, loads, p)
-    if not (cheap or work.gpu) or not _moves_less(loops, p, work):
+    if not _moves_less(loops, p, work):
         return False
-    if not cheap and not _pays(loops, given, p, work, made):
+    weighed = work.gpu and work.again.get(p.store.buffer) and not _reads_positions(p.loops)
+    if not weighed and not _cheap(loops, loads, p):
         return False
     if any(s.mask is not None for s in loads) and not all(nonneg(s.size - 1) for s in positions):
         return False
-    return _alone(p, depends)
+    return _alone(p, work.depends)
 
 
 def _moves_less(loops: LoopNest, p: Producer, work: _Work) -> bool:
+    """Is the producer's result better computed again by its reader ``loops`` than stored and read?
+
+    Where it is stored in any case, if that takes fewer bytes. Else if it is better computed again by all of its readers
+    (``_again``), or where a result is small beside a launch, and so is the consumer's work."""
+    buffers, name = work.program.buffers, p.store.buffer
+    size, points = buffers[name].nbytes.hint(), p.loops.numel.hint()
+    if _stored(p, work):
+        read = [buffers[b] for b in set(p.loops.reads()) - set(loops.reads())]
+        bytes_read = sum(min(b.nbytes.hint(), points * b.dtype.itemsize) for b in read)
+        in_any_case = any(b.kind != "temp" for b in read)  # one is in memory: an input
+        return bytes_read < size or in_any_case and bytes_read == size
+    if name not in work.again:
+        if len(work.asked) == DEEPEST:
+            return False
+        work.asked.append(name)
+        work.again[name] = _again(work.producers[name], work)
+        work.asked.pop()
+    done = (work_of(loops) + work_of(p.loops)) * (loops.numel * loops.rnumel).hint() / PER_BYTE if work.gpu else 0
+    return work.again[name] or 2 * size <= LAUNCH[work.gpu] // 10 and done <= LAUNCH[work.gpu] // 4
+
+
+def _again(p: Producer, work: _Work) -> bool:
     """Are fewer bytes moved if every reader computes the producer's result again, than if all read it?
 
     A result of S bytes, computed from L, of which n kernels read all (or parts that amount to that), at m places:
     stored, L + S + n S; computed again, n L, and on a GPU m times the work, in what is moved meanwhile. (A kernel
     computes ``p`` and ``p.roll(1)`` from the same bytes, each by itself. A recurrence would compute all steps before in
     every step; in a residual network each block would compute all blocks before it.) For one reader at one place that
-    is always less. So it is taken to be where S is small beside a launch, and so is the consumer's work. What is stored
-    in any case is only computed again if L is less than S."""
-    buffers, name = work.program.buffers, p.store.buffer
-    size, points, own = buffers[name].nbytes.hint(), p.loops.numel.hint(), work_of(p.loops)
-    read = [buffers[b] for b in set(p.loops.reads()) - set(loops.reads())]
-    bytes_read = sum(min(b.nbytes.hint(), points * b.dtype.itemsize) for b in read)
-    if _stored(p, work):
-        in_any_case = any(b.kind != "temp" for b in read)  # one is in memory: an input
-        return bytes_read < size or in_any_case and bytes_read == size
-    shares: dict[tuple[int, int], float] = {}  # of readers that may become one kernel
-    places: dict[object, float] = {}  # ... which computes once what they read at one place
-    for r in work.readers[name]:
-        share, n, read_at = _share(work.nodes[r], p)
-        shares[work.calls[r], n] = min(1, shares.get((work.calls[r], n), 0) + share)
-        places |= {(work.calls[r], n, e): share / len(read_at) for e in read_at}
-    kernels, times = sum(shares.values()), sum(places.values())
-    again = max(0, kernels - 1) * bytes_read
-    again += max(0, times - 1) * own * points / PER_BYTE if work.gpu else 0
-    stored = (kernels + 1) * size
-    if again == 0 or again < stored:
+    is always less. The answer is one for all readers: what one of them reads is stored, for all of them."""
+    buffers, name, points = work.program.buffers, p.store.buffer, max(1, p.loops.numel.hint())
+    kernels: dict[tuple[int, int], float] = {}  # readers that may become one kernel, by how much of it they read
+    places: dict[tuple[object, tuple[Expr, ...]], float] = {}  # ... which computes once what they read at one place
+    for r, at, share in _places(name, points, work):
+        node = work.nodes[r]
+        key = work.calls[r], (node.numel * node.rnumel).hint() if isinstance(node, LoopNest) else 0
+        kernels[key] = min(1, kernels.get(key, 0) + share)
+        places[key, at] = share
+    n, m = sum(kernels.values()), sum(places.values()) + (name in work.depends.needed)
+    if n <= 1 and m <= 1:
         return True
-    done = (work_of(loops) + own) * (loops.numel * loops.rnumel).hint() / PER_BYTE if work.gpu else 0
-    return stored <= LAUNCH[work.gpu] // 10 and done <= LAUNCH[work.gpu] // 4
+    whole = _whole(p, work)[0].loops
+    repeated, statements = _repeated(whole)
+    if work.gpu and m * statements > MAX_BODY and not gathers(whole):
+        return False
+    read = (buffers[b] for b in whole.reads())
+    again = max(0, n - 1) * sum(min(b.nbytes.hint(), points * b.dtype.itemsize) for b in read)
+    again += max(0, m - 1) * (repeated - LOAD) * points / PER_BYTE if work.gpu else 0
+    return again < (n + (name not in work.depends.needed)) * buffers[name].nbytes.hint()
 
 
-def _share(reader: Node, p: Producer) -> tuple[float, int, set[Expr]]:
-    """How much of the producer's result it reads, where 1 is all; the points that it has; and where it reads, in terms
-    that two loop nests have in common."""
-    if not isinstance(reader, LoopNest):
-        return 1, 0, {expr(0)}
-    axes = [a for a in reader.axes if a.size != 1]
-    numbered: Exprs = {a.var: expr(Var(f"axis{k}", a.size)) for k, a in enumerate(axes)}
-    indices = {s.index.subs(numbered) for s in reader.loads() if s.buffer == p.store.buffer}
-    points = (reader.numel * reader.rnumel).hint()
-    return min(1, len(indices) * points / max(1, p.loops.numel.hint())), points, indices
+def _places(name: str, points: int, work: _Work, at: tuple[Expr, ...] = ()) -> Iterator[Place]:
+    """Who reads a producer's result, where, in terms that two loop nests have in common, and how much of it, where 1 is
+    all. What only moves elements (a padding, a concatenation) is looked through."""
+    for r in work.readers.get(name, ()):
+        reader = work.nodes[r]
+        if not isinstance(reader, LoopNest):
+            yield r, at, 1
+            continue
+        axes = [a for a in reader.axes if a.size != 1]
+        numbered: Exprs = {a.var: expr(Var(f"axis{k}", a.size)) for k, a in enumerate(axes)}
+        n = max(1, (reader.numel * reader.rnumel).hint())
+        places: dict[Expr, float] = {}
+        for s in reader.loads():
+            if s.buffer == name:
+                places[s.index.subs(numbered)] = n * held(reader.body, s.mask) / points
+        if len(at) < MAX_MOVES and _moves(reader) and (moved := reader.writes()[0]) not in work.depends.needed:
+            for place, share in places.items():
+                for q, there, part in _places(moved, n, work, (*at, place)):
+                    yield q, there, part * share
+        else:
+            for place, share in places.items():
+                yield r, (*at, place), share
+
+
+def _moves(loops: LoopNest) -> bool:
+    """Does it store what it reads, at other elements?"""
+    ops = {s.op for s in loops.body if isinstance(s, Op)}
+    return not loops.reduced and len(loops.writes()) == 1 and ops <= SELECTS
+
+
+def _repeated(loops: LoopNest) -> tuple[int, int]:
+    """Instructions per point, and statements, of what differs from element to element: not those that few axes have, of
+    which the readers of a window share one."""
+    level = [varying(loops.body, [a.var]) for a in loops.axes if a.size != 1]
+    own = [s for i, s in enumerate(loops.body) if not isinstance(s, (Const, Store)) and all(x[i] for x in level)]
+    return sum(map(_weight, own)), len(own)
 
 
 def _stored(p: Producer, work: _Work) -> bool:
@@ -294,30 +350,17 @@ def _stored(p: Producer, work: _Work) -> bool:
     return sum(buffers[b].nbytes.hint() for b in freed) > 1.02 * buffers[name].nbytes.hint()
 
 
-def _pays(loops: LoopNest, given: LoopNest, p: Producer, work: _Work, made: Callable[[], LoopNest]) -> bool:
-    """Is the work that is repeated cheaper than to store a result and read it, where nothing else does? All of the work
-    that ``given`` has got until now: of a chain, only what ``given`` itself reads would be stored. Not for a broadcast,
-    whose source is small, and which may be fused with what made it."""
-    name, points, elements = p.store.buffer, (loops.numel * loops.rnumel).hint(), p.loops.numel.hint()
-    if name in work.depends.needed or len(work.readers[name]) != 1 or points >= 2 * elements:
-        return False
-    gone = set(given.reads()) - (set(loops.reads()) - {name})
-    saved = 2 * sum(work.program.buffers[b].nbytes.hint() for b in gone)
-    repeated = (work_of(made()) - work_of(given)) * points - work_of(p.loops) * elements
-    return repeated <= PER_BYTE * saved
-
-
 def work_of(loops: LoopNest) -> int:
     """Instructions per point."""
+    return sum(map(_weight, loops.body))
 
-    def weight(s: Stmt) -> int:
-        if isinstance(s, Op):
-            return INSTRUCTIONS.get(s.op, 1)
-        if isinstance(s, Load):
-            return LOAD if len(s.index.variables()) > 1 else LOAD_VECTOR
-        return POSITION if isinstance(s, Indirect) else 0
 
-    return sum(map(weight, loops.body))
+def _weight(s: Stmt) -> int:
+    if isinstance(s, Op):
+        return INSTRUCTIONS.get(s.op, 1)
+    if isinstance(s, Load):
+        return LOAD if len(s.index.variables()) > 1 else LOAD_VECTOR
+    return POSITION if isinstance(s, Indirect) else 0
 
 
 def _alone(p: Producer, depends: Dependencies) -> bool:
@@ -367,50 +410,35 @@ def _lanes(loops: LoopNest, s: Load) -> int:
     return max(1, product(v.size for v in asked | s.index.variables()).hint())
 
 
-def replace_loads(loops: LoopNest, p: Producer) -> LoopNest:
-    """``loops`` with every load of the producer's buffer replaced by its computation."""
+def replace_loads(loops: LoopNest, *producers: Producer) -> LoopNest:
+    """``loops`` with every load of the producers' buffers, also those in the producers, replaced by its computation."""
     b = BodyBuilder()
     ids: dict[int, int] = {}
+    made, known = {p.store.buffer: p for p in producers}, dict[Load, int]()
     for i, s in enumerate(loops.body):
-        new = map_stmt(s, ids)
-        if isinstance(new, Load) and new.buffer == p.store.buffer:
-            ids[i] = _insert(b, p, new)
-        else:
-            ids[i] = b.add(new)
-    origins = tuple(dict.fromkeys((*p.loops.origins, *loops.origins)))
+        ids[i] = _add(b, map_stmt(s, ids), made, known)
+    origins = tuple(dict.fromkeys(o for x in (*(p.loops for p in producers), loops) for o in x.origins))
     return replace(loops, body=decided(tuple(b.body)), origins=origins)
 
 
-def without_selects(body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
-    """Without each ``where m ...`` whose value matters only where ``m`` holds, since another selects by ``m`` later."""
-    under: dict[int, set[int]] = {}  # per statement: the masks that hold wherever its value matters
-
-    def used(i: int, masks: set[int]) -> None:
-        under[i] = under[i] & masks if i in under else set(masks)
-
-    same: dict[int, int] = {}
-    for i in reversed(range(len(body))):
-        s, mine = body[i], under.get(i, set())
-        if isinstance(s, Op) and s.op == "where":
-            m, a, b = s.args
-            if m in mine:
-                same[i] = a
-            used(m, mine - {m})
-            used(a, mine | {m})
-            used(b, mine)
-        else:
-            for a in stmt_args(s):  # an access is made, and a position checked, whether its value matters or not
-                used(a, mine if isinstance(s, (Op, Index)) else set())
-    if not same:
-        return body
-    out = BodyBuilder()
-    ids: dict[int, int] = {}
-    for i, s in enumerate(body):
-        ids[i] = ids[same[i]] if i in same else out.add(map_stmt(s, ids))
-    return eliminate_dead(tuple(out.body))
+def _replaced(loops: LoopNest, *producers: Producer, gpu: bool) -> LoopNest:
+    """``replace_loads``, and what two masks select from is computed once."""
+    out = replace_loads(loops, *producers)
+    if gpu:
+        return replace(out, body=without_selects(shared_loads(out.body)))
+    return replace(out, body=without_selects(out.body)) if any(gathers(p.loops) for p in producers) else out
 
 
-def _insert(b: BodyBuilder, p: Producer, load: Load) -> int:
+def _add(b: BodyBuilder, s: Stmt, made: Mapping[str, Producer], known: dict[Load, int]) -> int:
+    """The position of the value of ``s``. ``known``: the loads that were replaced."""
+    if not isinstance(s, Load) or s.buffer not in made:
+        return b.add(s)
+    if s not in known:
+        known[s] = _insert(b, made[s.buffer], s, partial(_add, made=made, known=known))
+    return known[s]
+
+
+def _insert(b: BodyBuilder, p: Producer, load: Load, add: Callable[[BodyBuilder, Stmt], int]) -> int:
     """The producer's body at the element that ``load`` reads; returns the position of the value."""
     env = _axes_at(load.index, p, *narrowed(b, load.mask))
     ids: dict[int, int] = {}
@@ -427,7 +455,7 @@ def _insert(b: BodyBuilder, p: Producer, load: Load) -> int:
         if isinstance(s, Load) and isinstance(new, Load) and load.mask is not None and not _small(s, env):
             mask = load.mask if new.mask is None else b.op("and", load.mask, new.mask)
             new = replace(new, mask=mask)
-        ids[i] = b.add(new)
+        ids[i] = add(b, new)
     if load.mask is None:
         return value
     return b.op("where", load.mask, value, b.const(load.other, b.dtype(value)))

@@ -1,15 +1,21 @@
-"""Steps of a stencil: what is read at several places is computed once and stored, unless that takes longer."""
+"""Steps of a stencil, of a recurrence by doubling: what is read at several places is computed once and stored, unless
+that takes longer; and then it is stored for all of its readers, as one result."""
 
+import random
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fuse_cases import fused as check_fused
 from torch import Tensor
 
 import reflib
+from reflib.fuse import inline_loads
 from reflib.fuse.inline_loads import work_of
 from reflib.ir.loops import LoopNest
+from reflib.ir.program import Program
 
 
 def averaged(y: Tensor, steps: int) -> Tensor:
@@ -33,6 +39,41 @@ def swapped(y: Tensor, steps: int) -> Tensor:
     return y
 
 
+def by_doubling(a: Tensor, b: Tensor) -> Tensor:
+    """h = a * h + b along the last dimension."""
+    a, k = a.sigmoid(), 1
+    while k < a.shape[-1]:
+        b = b + a * F.pad(b[..., :-k], (k, 0))
+        a = a * F.pad(a[..., :-k], (k, 0), value=1.0)
+        k *= 2
+    return b
+
+
+def butterflies(x: Tensor) -> Tensor:
+    """A Hadamard transform of the last dimension."""
+    n, h = x.shape[-1], 1
+    while h < n:
+        a, b = x.view(-1, n // (2 * h), 2, h).unbind(2)
+        x = torch.stack([a + b, a - b], 2).reshape(-1, n)
+        h *= 2
+    return x
+
+
+def limited(u: Tensor, steps: int) -> Tensor:
+    """Advection with limited slopes."""
+    for _ in range(steps):
+        a, b = u - u.roll(1, -1), u.roll(-1, -1) - u
+        slope = torch.where(a * b > 0, torch.where(a.abs() < b.abs(), a, b), 0.0)
+        flux = 0.3 * (u + 0.35 * slope)
+        u = u - flux + flux.roll(1, -1)
+    return u
+
+
+def fused(f: Callable[..., Tensor], *args: Tensor) -> Program:
+    program: Program = reflib.explain(f, *args, target="sm_90").fused
+    return program
+
+
 def work(f: Callable[[Tensor, int], Tensor], steps: int) -> list[int]:
     """Operations per element of each kernel."""
     made = reflib.explain(lambda y: f(y, steps), torch.empty(16, 1024, 1024), target="sm_90").fused
@@ -47,3 +88,47 @@ def test_a_step_is_not_computed_at_each_place_where_it_is_read(step: Callable[[T
 
 def test_a_step_that_is_read_at_one_place_is() -> None:
     assert len(work(swapped, 3)) == 1
+
+
+def test_what_a_kernel_keeps_of_a_recurrence_is_its_state() -> None:
+    """Two tensors, at any step: not the padded ones as well, which are as large and belong to one step alone."""
+    rng = random.Random(1)
+    shape = rng.randint(900, 1500), rng.randint(40, 60), 2 ** rng.randint(4, 6)
+    kernels = [n for n in fused(by_doubling, *torch.empty(2, *shape)).nodes if isinstance(n, LoopNest)]
+    assert 1 < len(kernels) < shape[-1].bit_length()
+    assert all(len(set(n.reads())) <= 2 and len(set(n.writes())) <= 2 for n in kernels)
+
+
+def test_what_every_branch_of_a_butterfly_reads_is_loaded_once() -> None:
+    for n in fused(butterflies, torch.empty(random.Random(2).randint(9000, 20000), 64)).nodes:
+        assert isinstance(n, LoopNest)
+        assert len(n.loads()) == len({(s.buffer, s.index) for s in n.loads()}) <= 16
+
+
+@pytest.mark.parametrize("f", [by_doubling, butterflies])
+def test_they_compute_what_eager_does(f: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As kernels of small tensors, too, where all of it is otherwise one."""
+    monkeypatch.setattr(inline_loads, "LAUNCH", (0, 0))
+    args = (torch.randn(5, 32), torch.randn(5, 32))[: f.__code__.co_argcount]
+    found = check_fused(lambda *x: (f(*x),), args)
+    assert len(found.program.nodes) > 1
+
+
+def test_steps_take_linear_time() -> None:
+    """Counted in statements of bodies that were put together."""
+
+    def statements(steps: int) -> int:
+        made: list[int] = []
+
+        def counted(loops: LoopNest, *producers: inline_loads.Producer) -> LoopNest:
+            made.append(len((out := replace_loads(loops, *producers)).body))
+            return out
+
+        replace_loads = inline_loads.replace_loads
+        with mock.patch.object(inline_loads, "replace_loads", counted):
+            fused(lambda u: limited(u, steps), torch.empty(512, 4096))
+        return sum(made)
+
+    few = statements(3)
+    assert few < 3000
+    assert statements(9) < 4 * few
