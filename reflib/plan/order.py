@@ -5,7 +5,8 @@ depends on the order alone, as long as dependencies are kept. Finding the best o
 bounded, by a number of nodes looked at that grows with the program (``_LOOKS``), and says what it knows:
 
 * No order can have less than the largest node needs for itself, nor less than the outputs together (``Order.least``).
-* Greedily: of the nodes that may run, the one that frees most.
+* Greedily: of the nodes that may run, the one that frees most; where none frees, the one that allocates least, or the
+  one that is first in the given order.
 * Depth first, only orders below the best peak so far, no set of finished nodes twice. A node that frees at least what
   it allocates, and fits, is run without alternatives: whatever order follows, it would be no worse with the node moved
   to its front. Where the search ends before its bound, the best order found is the best there is.
@@ -114,9 +115,9 @@ def search(program: Program, owned: Owned = MappingProxyType({})) -> Order:
     before = m.peak(given)
     best, peak, whole = given, before, False
     if peak > m.least:
-        greedy = m.greedy()
-        if (now := m.peak(greedy)) < peak:
-            best, peak = greedy, now
+        for greedy in (m.greedy(), m.greedy(patient=True)):
+            if (now := m.peak(greedy)) < peak:
+                best, peak = greedy, now
         looks = _LOOKS[0] + _LOOKS[1] * len(given)
         while peak > m.least and not whole:
             found, looks = m.below(peak, looks)
@@ -243,21 +244,25 @@ class Lifetimes:
             self.run(i)
         return most, at
 
-    def greedy(self) -> tuple[int, ...]:
-        """Of all that may run, what frees most; else as given."""
+    def greedy(self, patient: bool = False) -> tuple[int, ...]:
+        """Of all that may run, what frees most; else what allocates least, or (``patient``) as given."""
         self.reset()
-        ready = [(self.score[i], i) for i in range(self.n) if not self.waiting[i]]
+
+        def cost(i: int) -> int:
+            return min(self.score[i], 0) if patient else self.score[i]
+
+        ready = [(cost(i), i) for i in range(self.n) if not self.waiting[i]]
         heapq.heapify(ready)
         out: dict[int, None] = {}
         while ready:
-            score, i = heapq.heappop(ready)
-            if i in out or score != self.score[i]:
+            found, i = heapq.heappop(ready)
+            if i in out or found != cost(i):
                 continue  # pushed again when its score changed
             changed = self.run(i)
             out[i] = None
             for j in (*changed, *self.after[i]):
                 if j < self.n and not self.waiting[j] and j not in out:
-                    heapq.heappush(ready, (self.score[j], j))
+                    heapq.heappush(ready, (cost(j), j))
         return tuple(out)
 
     def below(self, limit: int, looks: int) -> tuple[tuple[int, ...] | None, int]:

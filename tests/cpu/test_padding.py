@@ -10,7 +10,7 @@ import torch
 import reflib
 from reflib.ir.interpret import interpret
 from reflib.ir.program import Extern, Program
-from reflib.lower import matmul, padding
+from reflib.lower import matmul, misaligned, padding
 from reflib.lower.context import LoweringContext
 from tests.choices import GPU, choices, program_of, with_variant
 from tests.semantics import Compiled
@@ -232,3 +232,53 @@ def test_run_and_differentiated(wrapper: str) -> None:
         for a, b in zip(want, got, strict=True):
             assert a.stride() == b.stride()
             torch.testing.assert_close(b, a, rtol=2e-2, atol=2e-2)
+
+
+@pytest.fixture
+def large(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is padded counts as large."""
+    for name, value in (("LARGE", -1), ("ROWS", 1), ("LONG", 0), ("PART", 512)):
+        monkeypatch.setattr(misaligned, name, value)
+
+
+def in_place(program: Program) -> list[Extern]:
+    return [p for p in products(program) if "aligned rows" in p.reason]
+
+
+def assert_parts_aligned(program: Program) -> None:
+    for p in in_place(program):
+        for v in (*p.args[-2:], dict(p.kwargs)["out"]):
+            inner = -2 if v.strides[-2] == 1 and v.strides[-1] != 1 else -1
+            step = 16 // v.dtype.itemsize
+            assert v.offset.constant % step == 0 and v.strides[-1 - (inner == -1)].constant % step == 0
+            assert v.strides[inner] == 1
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bias", [0, 1, 2])
+def test_a_result_is_written_where_it_is(bias: int, dtype: torch.dtype) -> None:
+    """A head whose vocabulary is no multiple: rows that are aligned, and both edges."""
+    rng = random.Random(f"{dtype} {bias}")
+    for _ in range(5):
+        m, k, n = rng.randint(8, 30), rng.randrange(8, 33, 8), rng.choice([17, 18, 20, 30, 33, 43])
+        x, w = (torch.randint(-3, 4, s).to(dtype) for s in ((m, k), (n, k)))
+        b = [torch.randint(-3, 4, (n,) if bias == 1 else (1, n)).to(dtype)] * (bias > 0)
+        program = check(lambda x, w, *b: torch.addmm(*b, x, w.t()) if b else x @ w.t(), [x, w, *b])
+        assert len(in_place(program)) == min(m, 8 // math.gcd(n, 8)) + 2
+        assert_parts_aligned(program)
+        assert not in_place(check(lambda x, w: (x @ w.t()) * 2, [x, w]))  # a kernel reads the padded one
+
+
+@pytest.mark.usefixtures("large")
+def test_a_gradient_is_read_where_it_is() -> None:
+    """Of a linear layer without bias, whose outputs are no multiple: dX by its rows, dW a part of the columns at a
+    time."""
+    rng = random.Random(3)
+    for _ in range(6):
+        m, k, n = rng.randrange(8, 33, 8), rng.randrange(8, 33, 8), rng.choice([17, 18, 20, 30, 33, 43])
+        dy, w, x = (torch.randint(-2, 3, s).bfloat16() for s in ((m, n), (n, k), (m, k)))
+        program = check(lambda dy, w, x: (dy @ w, dy.t() @ x), [dy, w, x])
+        assert len(in_place(program)) == 8 // math.gcd(n, 8) + -(-n // (-(-n // -(-n * m * 2 // 512)) + 7 & -8))
+        assert_parts_aligned(program)
+        assert len({b for b in program.buffers if "padded" in b}) == 0
