@@ -18,15 +18,20 @@ LEAST = 1 << 16  # bytes; for fewer no kernel is worth its launch
 def copy_again(joint: torch.fx.GraphModule, options: Options, gpu: bool) -> torch.fx.GraphModule:
     """Tag such copies for the partitioner. One that is tagged already (of an input that is written) stays so."""
     root = roots(joint.graph)
-    backward: set[torch.fx.Node] = set()
+    backward, copies = set[torch.fx.Node](), list[torch.fx.Node]()
     for node in joint.graph.nodes:
-        if node.op == "placeholder" and node.name.startswith("tangents") or not backward.isdisjoint(node.all_input_nodes):
+        tangent = node.op == "placeholder" and node.name.startswith("tangents")
+        if tangent or not backward.isdisjoint(node.all_input_nodes):
             backward.add(node)
-    for node in joint.graph.nodes:
-        if node.target is not aten.clone.default or node in backward or backward.isdisjoint(node.users):
-            continue
-        made, source = node.meta.get("val"), root[node.args[0]]
-        if source.op == "placeholder" and isinstance(made, torch.Tensor) and not isinstance(made.numel(), torch.SymInt):
-            if made.numel() * made.itemsize >= LEAST:
-                node.meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
+        elif node.target is aten.clone.default and root[node.args[0]].op == "placeholder" and _large(node):
+            copies.append(node)
+    for node in copies:
+        if not backward.isdisjoint(node.users):
+            node.meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
     return joint
+
+
+def _large(node: torch.fx.Node) -> bool:
+    """(Of a size known now.)"""
+    made = node.meta.get("val")
+    return isinstance(made, torch.Tensor) and isinstance(n := made.numel(), int) and n * made.itemsize >= LEAST

@@ -1,9 +1,9 @@
 """Large products with rows that begin at no multiple of 16 bytes: without a padded copy of all of them.
 
 A padded result of the logits' size is as much memory as the logits once more (``padding``), and so is a padded copy of
-their gradient. But of rows that are N elements long, those of which the numbers differ by ``16 / gcd(2 * N, 16)`` differ
-by a multiple of 16 bytes, and each of them has a first element that lies at one. So there are three forms, each for one
-place of the matrix::
+their gradient. But of rows that are N halves long, each ``g = 8 / gcd(N, 8)``-th lies at the same place between two
+multiples of 16 bytes, and has a first element that lies at one. So there are three forms, for each place of the
+matrix::
 
     result    out[i::g, c:] = a[i::g] @ b[:, c:]     for i in range(g): a matrix of aligned rows, g times as far apart;
                                                      the first and the last columns are a product of their own
@@ -28,7 +28,7 @@ from reflib.ir.program import Extern, View
 from .body import NestBuilder, Value
 from .context import LoweringContext, contiguous_strides
 from .extern import OUT_VARIANTS
-from .padding import BYTES, LONG, Sizes, _by_columns, _copy, _fill, _int, _is_copied, _is_moved, _multiples, _up
+from .padding import BYTES, LONG, Sizes, _by_columns, _copy, _fill, _int, _is_copied, _is_moved, _up
 
 aten = torch.ops.aten
 LARGE = 32 << 20  # bytes: about what a cache holds
@@ -46,8 +46,8 @@ def unpadded_product(
     if scale or target not in _ADD or any(v.dtype != cx.dtype for v in args):
         return None
     m, k, n = _int(a.shape[0]), _int(a.shape[1]), _int(b.shape[1])
-    own = cx.low.symbols.exprs(cx.fakes[0].stride()) == contiguous_strides(cx.shape)
-    if not _by_columns(a) and _fine(a, (m, k)) and _by_columns(b) and _fine(b, (k, n), 1) and own and _returned(cx.node):
+    rows = cx.low.symbols.exprs(cx.fakes[0].stride()) == contiguous_strides(cx.shape) and not _by_columns(a)
+    if rows and _fine(a, (m, k)) and _by_columns(b) and _fine(b, (k, n), but=1) and _returned(cx.node):
         one_row = all(v.shape in ((b.shape[1],), (expr(1), b.shape[1])) for v in bias)
         return _result(cx, bias, a, b) if one_row and _large(cx, m * n) and m // _apart(a, n) >= ROWS else None
     if bias or not _large(cx, m * k) or not _fine(b, (k, n), but=0) or _by_columns(b) or k < LONG * BYTES:

@@ -12,7 +12,8 @@ bounded, by a number of nodes looked at that grows with the program (``_LOOKS``)
   to its front. Where the search ends before its bound, the best order found is the best there is.
 
 Nothing gets slower: the kernels are the same; what waits for a device, moves data between two, or has an effect keeps
-its place among all others; and an order is refused that reads more bytes again so late that a cache has lost them.
+its place among all others; and an order is refused that reads more bytes again, so late that a cache has lost them,
+than it saves.
 
 NB: TorchInductor (``reorder_for_peak_memory``) takes the best of three greedy orders, and does not say how good it is.
 """
@@ -76,9 +77,11 @@ def ordered(s: Any) -> Program:
 def in_order(program: Program, mine: Owned) -> Program:
     """``program`` in the best order. What follows the step that forms the peak is ordered by itself, too: of a gradient
     that step reads and frees, the caller may keep a reference, and of a result too, and then the peak is later."""
-    out = _in(program, search(program, mine).sequence)
-    m, n = Lifetimes(out, mine), len(out.nodes)
-    at = m.highest(range(n))[1] + 1
+    m, n = Lifetimes(program, mine), len(program.nodes)
+    best = _best(m).sequence
+    out, at = _in(program, best), m.highest(best)[1] + 1
+    if at >= n - 1:
+        return out
     rest = replace(out, nodes=out.nodes[at:])
     made = {b for node in out.nodes[:at] for b in (*node.writes(), *_aliases(node)) if out.buffers[b].kind == "temp"}
     there = {b: (b, out.buffers[b].nbytes.hint()) for b in made} | dict(mine)
@@ -110,8 +113,11 @@ def owned(s: Any) -> Owned:
 
 def search(program: Program, owned: Owned = MappingProxyType({})) -> Order:
     """The best order that was found."""
-    given = tuple(range(len(program.nodes)))
-    m = Lifetimes(program, owned)
+    return _best(Lifetimes(program, owned))
+
+
+def _best(m: "Lifetimes") -> Order:
+    given = tuple(range(m.n))
     before = m.peak(given)
     best, peak, whole = given, before, False
     if peak > m.least:
@@ -125,7 +131,7 @@ def search(program: Program, owned: Owned = MappingProxyType({})) -> Order:
             if found is None:
                 break
             best, peak = found, m.peak(found)
-    if best != given and (before - peak <= WORTH * before or m.far(best) > m.far(given)):
+    if best != given and (before - peak <= WORTH * before or m.far(best) - m.far(given) > before - peak):
         best, peak, whole = given, before, False
     return Order(best, peak, before, m.least, whole)
 

@@ -29,7 +29,7 @@ def products(program: Program) -> list[Extern]:
 
 
 def is_padded(program: Program) -> bool:
-    return any("padded" in n.reason for n in products(program))
+    return any("padded" in n.reason or "aligned rows" in n.reason for n in products(program))
 
 
 def check(fn, args, **options) -> Program:
