@@ -118,22 +118,22 @@ def search(program: Program, owned: Owned = MappingProxyType({})) -> Order:
 
 def _best(m: "Lifetimes") -> Order:
     given = tuple(range(m.n))
-    before = m.peak(given)
-    best, peak, whole = given, before, False
+    before = peak = m.peak(given)
+    orders, whole = [(peak, given)], False  # each needs less than the one before it
     if peak > m.least:
         for greedy in (m.greedy(), m.greedy(patient=True)):
             if (now := m.peak(greedy)) < peak:
-                best, peak = greedy, now
+                orders.append((peak := now, greedy))
         looks = _LOOKS[0] + _LOOKS[1] * len(given)
         while peak > m.least and not whole:
             found, looks = m.below(peak, looks)
             whole = found is None and looks > 0
             if found is None:
                 break
-            best, peak = found, m.peak(found)
-    if best != given and (before - peak <= WORTH * before or m.far(best) - m.far(given) > before - peak):
-        best, peak, whole = given, before, False
-    return Order(best, peak, before, m.least, whole)
+            orders.append((peak := m.peak(found), found))
+    worth = (o for o in reversed(orders) if before - o[0] > WORTH * before)
+    best = next((o for o in worth if m.far(o[1]) - m.far(given) <= before - o[0]), orders[0])
+    return Order(best[1], best[0], before, m.least, whole and best is orders[-1])
 
 
 class Lifetimes:
