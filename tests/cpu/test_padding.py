@@ -282,3 +282,19 @@ def test_a_gradient_is_read_where_it_is() -> None:
         assert len(in_place(program)) == 8 // math.gcd(n, 8) + -(-n // (-(-n // -(-n * m * 2 // 512)) + 7 & -8))
         assert_parts_aligned(program)
         assert len({b for b in program.buffers if "padded" in b}) == 0
+
+
+@pytest.mark.usefixtures("as_on_a_gpu", "large")
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_run_and_differentiated_where_it_is(wrapper: str) -> None:
+    """As above, written and read in place."""
+    rng = random.Random(wrapper)
+    v, d, t = rng.randrange(17, 60, 2), rng.randrange(16, 60, 8), rng.randrange(16, 60, 8)
+    head = torch.nn.Linear(d, v).bfloat16()
+    x, grad = torch.randn(t, d).bfloat16().requires_grad_(), torch.randn(t, v).bfloat16()
+    compiled = Compiled(head, wrapper=wrapper)
+    want, got = ([y := fn(x), *torch.autograd.grad(y, [x, head.weight, head.bias], grad)] for fn in (head, compiled))
+    assert all(in_place(s.program) for s in compiled.stages)
+    for a, b in zip(want, got, strict=True):
+        assert a.stride() == b.stride()
+        torch.testing.assert_close(b, a, rtol=2e-2, atol=2e-2)
