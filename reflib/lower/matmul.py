@@ -65,7 +65,7 @@ def _product(cx: LoweringContext, target: Any, a: View, b: View, args: tuple[Vie
     tensor_cores = gpu and (cx.dtype in HALVES or float32_precision() == "tf32")
     padded = padding.padded_sizes(cx, a, b, args[0] if len(args) == 3 else None) if tensor_cores else None
     if padded is not None and low.options.autotune == "off":
-        whole = misaligned.unpadded_product(cx, target, args, scale, padded)
+        whole = misaligned.unpadded_product(cx, target, args, scale)
         return padding.padded_product(cx, target, args, scale, padded) if whole is None else whole
     value = extern(cx, target, args, scale, _PLAIN)
     default = low.nodes.pop()
