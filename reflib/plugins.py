@@ -43,6 +43,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "rounded_parts": "capture.rounded_parts:rounded_parts",
         "returned": "capture.returned:views_of_inputs",
         "written": "capture.written_inputs:save_before_written",
+        "copied_inputs": "capture.copied_inputs:copy_again",
         "budget": "capture.budget:save_random",
     },
     "pipeline.AROUND": {

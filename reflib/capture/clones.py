@@ -28,20 +28,24 @@ aten = torch.ops.aten
 
 def without_clones(module: GraphModule, options: Options, gpu: bool) -> GraphModule:
     """``module``, or a copy of it without such copies. module: a functional ATen graph with ``meta["val"]``."""
-    if not any(map(_in_order, module.graph.nodes)):
+    root = roots(module.graph)
+    if not any(_in_order(n, root) for n in module.graph.nodes):
         return module
     out = copied(module)
-    written = {_root(a) for n in out.graph.nodes if _writes(n) for a in n.all_input_nodes}
-    for node in filter(_in_order, list(out.graph.nodes)):
-        source = _root(node.args[0])
+    root = roots(out.graph)
+    written = {root[a] for n in out.graph.nodes if _writes(n) for a in n.all_input_nodes}
+    gone: dict[Node, Node] = {}  # clones, and in whose storage their views are now
+    for node in [n for n in out.graph.nodes if _in_order(n, root)]:
+        source = gone.get(root[node.args[0]], root[node.args[0]])
         if source.op == "call_function" and written.isdisjoint((source, node)):
+            gone[node] = source
             node.replace_all_uses_with(node.args[0])
             out.graph.erase_node(node)
     out.recompile()
     return out
 
 
-def _in_order(node: Node) -> bool:
+def _in_order(node: Node, root: dict[Node, Node]) -> bool:
     """Is it a copy, in its order in memory, of all that is in a storage? (What views a part of one, by places in it or
     as another dtype, was traced for places in the copy.)"""
     if node.target is not aten.clone.default:
@@ -49,7 +53,7 @@ def _in_order(node: Node) -> bool:
     source, made = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
     if type(source) is not type(made) or not isinstance(made, torch.Tensor) or made.layout != torch.strided:
         return False
-    whole = _root(node.args[0]).meta.get("val")  # type: ignore[arg-type]
+    whole = root[node.args[0]].meta.get("val")  # type: ignore[arg-type]
     if not isinstance(whole, torch.Tensor) or not known(source.storage_offset() == made.storage_offset()):
         return False
     sizes = zip(source.stride(), made.stride(), made.shape, strict=True)
@@ -62,11 +66,13 @@ def _writes(node: Node) -> bool:
     return node.op == "output" or schema is not None and schema.is_mutable
 
 
-def _root(node: Node) -> Node:
-    """Whose storage its result is in."""
-    while node.op == "call_function" and node.args and isinstance(node.args[0], Node) and _is_view(node):
-        node = node.args[0]
-    return node
+def roots(graph: torch.fx.Graph) -> dict[Node, Node]:
+    """Whose storage each node's result is in."""
+    root: dict[Node, Node] = {}
+    for node in graph.nodes:
+        view = node.op == "call_function" and node.args and isinstance(node.args[0], Node) and _is_view(node)
+        root[node] = root[node.args[0]] if view else node
+    return root
 
 
 def _is_view(node: Node) -> bool:

@@ -2,11 +2,14 @@
 
 A launch takes about as long as moving ten megabytes, so for small kernels it is most of their time. Two kernels are
 independent when they are at the same depth of the graph of kernels: every dependency leads to a greater depth. And so
-are those after the last kernel that another one needs: gradients that are brought to the order of the weights.
+are those after the last kernel that another one needs: gradients that are brought to the order of the weights. A kernel
+that makes more than it frees, as one that computes an activation again, is as deep as what needs it allows: with others
+it would be early.
 
 What the kernels of one launch leave to the next is in memory all at once, so it is no more than a cache holds, and the
-launches that this takes have equal shares: the last one's is beside all results. (The gradients of 26 embeddings of
-20,000 x 64 are summed in float32, which is 133 MB; 7 at a time are in L2 until they are rounded.)
+launches that this takes have equal shares, but for the last ones, which are beside nearly all results. (The gradients
+of 26 embeddings of 20,000 x 64 are summed in float32, which is 133 MB; 7 at a time are in L2 until they are rounded,
+and then 4 and 3.)
 """
 
 from dataclasses import replace
@@ -25,6 +28,8 @@ MAX_POINTS = 1 << 21  # of 4 bytes: 8 MB
 MAX_BUFFERS = 100
 MAX_PARTS = 32
 MAX_BYTES = 40 << 20  # of temporary tensors
+LAST_BYTES = 16 << 20  # ... when all results of such kernels are in memory
+EARLY_BYTES = 1 << 20  # ... that may be made before they are needed
 
 
 def combine(fused: Fused, options: Options, target: Target) -> Fused:
@@ -33,9 +38,8 @@ def combine(fused: Fused, options: Options, target: Target) -> Fused:
         return fused
     program = fused.program
     before = dependencies(program).before
-    depth: list[int] = []
-    for b in before:
-        depth.append(1 + max((depth[j] for j in b), default=0))
+    depth = _depths(program, before)
+    left = _left(program, before)
     end = max(set().union(*before), default=-1)
     alike: dict[Any, list[int]] = {}
     for i, node in enumerate(program.nodes):
@@ -45,7 +49,7 @@ def combine(fused: Fused, options: Options, target: Target) -> Fused:
         kind = (_shape(node), program.buffers[node.writes()[0]].device, bool(node.reads()))
         key = (depth[i], *kind) if i <= end or (depth[i], *kind) in alike else (-1, *kind)
         alike.setdefault(key, []).append(i)
-    sets = sorted(s for members in alike.values() for s in _launches(program, members) if len(s) > 1)
+    sets = sorted(s for members in alike.values() for s in _launches(program, members, left) if len(s) > 1)
     if not sets:
         return fused
     names = tuple(tuple(program.nodes[i].name for i in s) for s in sets)
@@ -53,20 +57,50 @@ def combine(fused: Fused, options: Options, target: Target) -> Fused:
     return replace(fused, combined=names)
 
 
-def _launches(program: Program, members: list[int]) -> list[list[int]]:
+def _depths(program: Program, before: list[set[int]]) -> list[int]:
+    """One more than those before a node; of a node that holds memory, one less than those after it."""
+    depth: list[int] = []
+    after = [len(before) + 1] * len(before)  # the least depth of what needs it
+    for i, b in enumerate(before):
+        depth.append(1 + max((depth[j] for j in b), default=0))
+        for j in b:
+            after[j] = min(after[j], depth[i])
+    readers = dependencies(program).readers
+    for i, node in enumerate(program.nodes):
+        if after[i] <= len(before) and isinstance(node, LoopNest):
+            freed = [r for r in node.reads() if len(readers[r]) == 1]
+            held = [w for w in node.writes() if program.buffers[w].kind == "temp"]
+            more = sum(program.buffers[w].nbytes.hint() for w in held)
+            if more - sum(program.buffers[r].nbytes.hint() for r in freed) > EARLY_BYTES:
+                depth[i] = after[i] - 1
+    return depth
+
+
+def _left(program: Program, before: list[set[int]]) -> list[int]:
+    """Per node, bytes of results that it, and what follows from it, leave in memory; at most ``MAX_BYTES``."""
+    returned = program.output_buffers()
+    left = [sum(program.buffers[w].nbytes.hint() for w in returned.intersection(n.writes())) for n in program.nodes]
+    for i in reversed(range(len(left))):
+        for j in before[i]:
+            left[j] = min(MAX_BYTES, left[j] + left[i])
+    return left
+
+
+def _launches(program: Program, members: list[int], left: list[int]) -> list[list[int]]:
     """Kernels that may share a launch, in as few launches as the limits allow."""
     passed = [_passed(program, program.nodes[i]) for i in members]  # type: ignore[arg-type]
     share = sum(passed) / max(1, -(-sum(passed) // MAX_BYTES))
-    sets, used, held = list[list[int]](), set[str](), 0
-    for i, more in zip(members, passed, strict=True):
+    sets, used, held, later = list[list[int]](), set[str](), 0, 0
+    for i, more in zip(reversed(members), reversed(passed), strict=True):
         buffers = {*program.nodes[i].reads(), *program.nodes[i].writes()}
         full = len(used) + len(buffers) > MAX_BUFFERS or sets and len(sets[-1]) == MAX_PARTS
-        if not sets or full or held + more > MAX_BYTES or more and held >= share:
+        if not sets or full or held + more > min(MAX_BYTES, LAST_BYTES + later) or more and held >= share:
+            later += sum(left[j] for j in sets[-1]) if sets else 0
             sets.append([])
             used, held = set(), 0
         sets[-1].append(i)
         used, held = used | buffers, held + more
-    return sets
+    return [s[::-1] for s in reversed(sets)]
 
 
 def _shape(loops: LoopNest) -> tuple[Any, ...]:

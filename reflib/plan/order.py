@@ -5,13 +5,15 @@ depends on the order alone, as long as dependencies are kept. Finding the best o
 bounded, by a number of nodes looked at that grows with the program (``_LOOKS``), and says what it knows:
 
 * No order can have less than the largest node needs for itself, nor less than the outputs together (``Order.least``).
-* Greedily: of the nodes that may run, the one that frees most.
+* Greedily: of the nodes that may run, the one that frees most; where none frees, the one that allocates least, or the
+  one that is first in the given order.
 * Depth first, only orders below the best peak so far, no set of finished nodes twice. A node that frees at least what
   it allocates, and fits, is run without alternatives: whatever order follows, it would be no worse with the node moved
   to its front. Where the search ends before its bound, the best order found is the best there is.
 
 Nothing gets slower: the kernels are the same; what waits for a device, moves data between two, or has an effect keeps
-its place among all others; and an order is refused that reads more bytes again so late that a cache has lost them.
+its place among all others; and an order is refused that reads more bytes again, so late that a cache has lost them,
+than it saves.
 
 NB: TorchInductor (``reorder_for_peak_memory``) takes the best of three greedy orders, and does not say how good it is.
 """
@@ -75,9 +77,11 @@ def ordered(s: Any) -> Program:
 def in_order(program: Program, mine: Owned) -> Program:
     """``program`` in the best order. What follows the step that forms the peak is ordered by itself, too: of a gradient
     that step reads and frees, the caller may keep a reference, and of a result too, and then the peak is later."""
-    out = _in(program, search(program, mine).sequence)
-    m, n = Lifetimes(out, mine), len(out.nodes)
-    at = m.highest(range(n))[1] + 1
+    m, n = Lifetimes(program, mine), len(program.nodes)
+    best = _best(m).sequence
+    out, at = _in(program, best), m.highest(best)[1] + 1
+    if at >= n - 1:
+        return out
     rest = replace(out, nodes=out.nodes[at:])
     made = {b for node in out.nodes[:at] for b in (*node.writes(), *_aliases(node)) if out.buffers[b].kind == "temp"}
     there = {b: (b, out.buffers[b].nbytes.hint()) for b in made} | dict(mine)
@@ -109,24 +113,27 @@ def owned(s: Any) -> Owned:
 
 def search(program: Program, owned: Owned = MappingProxyType({})) -> Order:
     """The best order that was found."""
-    given = tuple(range(len(program.nodes)))
-    m = Lifetimes(program, owned)
-    before = m.peak(given)
-    best, peak, whole = given, before, False
+    return _best(Lifetimes(program, owned))
+
+
+def _best(m: "Lifetimes") -> Order:
+    given = tuple(range(m.n))
+    before = peak = m.peak(given)
+    orders, whole = [(peak, given)], False  # each needs less than the one before it
     if peak > m.least:
-        greedy = m.greedy()
-        if (now := m.peak(greedy)) < peak:
-            best, peak = greedy, now
+        for greedy in (m.greedy(), m.greedy(patient=True)):
+            if (now := m.peak(greedy)) < peak:
+                orders.append((peak := now, greedy))
         looks = _LOOKS[0] + _LOOKS[1] * len(given)
         while peak > m.least and not whole:
             found, looks = m.below(peak, looks)
             whole = found is None and looks > 0
             if found is None:
                 break
-            best, peak = found, m.peak(found)
-    if best != given and (before - peak <= WORTH * before or m.far(best) > m.far(given)):
-        best, peak, whole = given, before, False
-    return Order(best, peak, before, m.least, whole)
+            orders.append((peak := m.peak(found), found))
+    worth = (o for o in reversed(orders) if before - o[0] > WORTH * before)
+    best = next((o for o in worth if m.far(o[1]) - m.far(given) <= before - o[0]), orders[0])
+    return Order(best[1], best[0], before, m.least, whole and best is orders[-1])
 
 
 class Lifetimes:
@@ -243,21 +250,25 @@ class Lifetimes:
             self.run(i)
         return most, at
 
-    def greedy(self) -> tuple[int, ...]:
-        """Of all that may run, what frees most; else as given."""
+    def greedy(self, patient: bool = False) -> tuple[int, ...]:
+        """Of all that may run, what frees most; else what allocates least, or (``patient``) as given."""
         self.reset()
-        ready = [(self.score[i], i) for i in range(self.n) if not self.waiting[i]]
+
+        def cost(i: int) -> int:
+            return min(self.score[i], 0) if patient else self.score[i]
+
+        ready = [(cost(i), i) for i in range(self.n) if not self.waiting[i]]
         heapq.heapify(ready)
         out: dict[int, None] = {}
         while ready:
-            score, i = heapq.heappop(ready)
-            if i in out or score != self.score[i]:
+            found, i = heapq.heappop(ready)
+            if i in out or found != cost(i):
                 continue  # pushed again when its score changed
             changed = self.run(i)
             out[i] = None
             for j in (*changed, *self.after[i]):
                 if j < self.n and not self.waiting[j] and j not in out:
-                    heapq.heappush(ready, (self.score[j], j))
+                    heapq.heappush(ready, (cost(j), j))
         return tuple(out)
 
     def below(self, limit: int, looks: int) -> tuple[tuple[int, ...] | None, int]:

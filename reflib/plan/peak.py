@@ -23,7 +23,8 @@ use. So after grouping:
 3. If that lowers the peak, the program is grouped again with one rule more: of these kernels, no member from one side
    with one from the other. They grow as they can apart from that. What results is kept if its peak, in the best order
    that is found, is lower by more than its kernels move more: a byte at the peak is worth a byte of traffic, and a
-   kernel more counts as ``LAUNCH`` bytes. Then again, for the peak that is left, at most ``ROUNDS`` times.
+   kernel more counts as ``LAUNCH`` bytes; or by a share of the peak that is worth their share of the traffic
+   (``SHARE``). Then again, for the peak that is left, at most ``ROUNDS`` times.
 
 So small programs stay as they are, and so do programs whose kernels all have their members in one place, as forward
 graphs do: for these it is one look at the positions of the members. Each round is linear in the size of the program.
@@ -49,6 +50,7 @@ from ..target import Target
 from .order import WORTH, Lifetimes, Owned, owned, search
 
 ROUNDS = 4
+SHARE = 0.5  # of the traffic, for as much of the peak
 
 
 def lower_peak(s: Any, target: Target) -> Fused:
@@ -160,8 +162,8 @@ def _pays(old: Fused, new: Fused, mine: Owned, target: Target) -> bool:
         return False
     peaks = [search(as_kernels(p), mine).peak for p in (old.program, new.program)]
     moved = [_moved(p) + LAUNCH[target.is_gpu] * len(p.nodes) for p in (old.program, new.program)]
-    less = peaks[0] - peaks[1]
-    return less > WORTH * peaks[0] and moved[1] - moved[0] <= less
+    less, more = peaks[0] - peaks[1], moved[1] - moved[0]
+    return less > WORTH * peaks[0] and (more <= less or more / moved[0] <= SHARE * less / peaks[0])
 
 
 def _summed(program: Program) -> set[str]:

@@ -69,3 +69,12 @@ def test_dropout_of_nothing_saves_nothing_more() -> None:
     e = reflib.explain(fn, *args, target="sm_90")
     saved = [b for b in e.scheduled.output_buffers() if e.scheduled.buffers[b].kind == "temp"]
     assert sum(e.scheduled.buffers[b].numel == 64 * 48 for b in saved) == 1
+
+
+def test_a_weights_copy_is_not_saved() -> None:
+    """Convolutions in channels-last order read copies of their weights, the backward's too; eager saves none."""
+    model = torch.nn.Sequential(*(torch.nn.Conv2d(64, 64, 3, padding=1, bias=False) for _ in range(3))).bfloat16()
+    e = reflib.explain(model, torch.randn(8, 64, 56, 56).bfloat16(), target="sm_90")
+    saved = [b for b in map(e.scheduled.buffers.get, e.scheduled.output_buffers()) if b.kind == "temp"]
+    assert len(saved) == 3 and all(b.shape[-1].hint() == 56 for b in saved)
+    assert sum(n.target is aten.clone.default for n in e.backward.graph.nodes) >= 3

@@ -287,6 +287,37 @@ def test_one_launch_hands_over_what_a_cache_holds(monkeypatch):
     assert sorted(len(c) for c in fuse(program, Options(), GPU).combined) == [3] * 3 + [4] * 3
 
 
+def test_what_is_made_early_is_not_kept_for_one_launch():
+    """Operands of four products one after the other: together where they are small."""
+
+    def fn(x, *operands):
+        for y in operands:
+            x = x @ y.sin() + y
+        return x
+
+    for n, sets in ((64, [4]), (640, [2, 2, 2])):  # (with the sum before the product)
+        program = lowered(fn, [R(n, n) for _ in range(5)], options=Options(target="sm_90"))
+        assert [len(c) for c in fuse(program, Options(), GPU).combined] == sets
+
+
+def test_the_last_launches_are_smaller(monkeypatch):
+    """They are beside all that the others have left."""
+    rows, columns, tables = 50, 6, 12
+    size = rows * columns * 4
+    backward = torch.ops.aten.embedding_dense_backward.default
+
+    def fn(i, *grads):
+        return tuple(backward(g, i[t], rows, -1, False) for t, g in enumerate(grads))
+
+    args = (torch.randint(0, rows, (tables, 9)), *(R(9, columns).bfloat16() for _ in range(tables)))
+    monkeypatch.setattr("reflib.fuse.combine.MAX_BYTES", 6 * size)
+    monkeypatch.setattr("reflib.fuse.combine.LAST_BYTES", 2 * size)
+    sets = fuse(lowered(fn, args, options=Options(target="sm_90")), Options(), GPU).combined
+    parts = [len(c) for c in sets]
+    assert sum(parts) == 3 * tables and parts[-1] == 2 and max(parts) <= 6
+    assert sorted(parts, reverse=True)[:3] == [max(parts)] * 3
+
+
 def chain(n):
     def fn(x, y):
         for i in range(n):

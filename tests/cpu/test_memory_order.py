@@ -100,6 +100,21 @@ def test_what_follows_the_peak_is_ordered_too():
         assert Lifetimes(out, {}).peak(range(6)) == search(q).peak
 
 
+def test_patience_frees_first_and_allocates_as_given():
+    """Greed alone takes what allocates least, and has all temporaries at once."""
+    nodes = [node("j", ["x"], "z", 1024), node("a", ["x"], "t0", 800), node("b", ["t0", "z"], "r0", 300)]
+    nodes += [node("c", ["x"], "t1", 400), node("d", ["t1", "z"], "r1", 200), node("e", ["z"], "s", 8)]
+    table = [buffer("x", "input", n=4096)]
+    table += [buffer(b, n=n) for b, n in (("z", 1024), ("t0", 800), ("r0", 300), ("t1", 400), ("r1", 200), ("s", 8))]
+    m = Lifetimes(program(nodes, table, ["r0", "r1", "s"]), {})
+    assert m.greedy()[:2] == (3, 1) and m.greedy(patient=True) == (0, 1, 2, 3, 4, 5)
+    assert m.peak(m.greedy(patient=True)) < m.peak(m.greedy())
+    for seed in range(10):
+        p = random_program(seed, 6)
+        legal = set(legal_orders(p))
+        assert {Lifetimes(p, {}).greedy(patient) for patient in (False, True)} <= legal
+
+
 def test_nothing_passes_what_is_waited_for():
     item = Extern("e", torch.ops.aten.bernoulli.default, (full_view(buffer("x")),), (), ("m",), effect=True)
     nodes = [neg("k0", "x", "a"), item, neg("k1", "a", "b")]
@@ -125,6 +140,7 @@ def test_time_grows_with_the_number_of_steps():
         start = time.process_time()
         planned = plan(p, Options())
         assert search(p).optimal and memory(p, planned).peak_bytes == n // 2 * 256
+        assert in_order(p, {}) is p
         storage, _ = arena(p, planned)
         assert storage.buffers["arena"].nbytes.hint() <= (n // 2 + 2) * 256
         took[n] = (time.process_time() - start) / n

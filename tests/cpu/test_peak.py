@@ -69,7 +69,8 @@ def test_products_computed_again(budget: float, units: float) -> None:
     less = before.memory.peak_bytes - now.memory.peak_bytes
     assert less >= 0 and now.memory.peak_bytes < units * UNIT
     more = moved(now) - moved(before) + peak.LAUNCH[1] * (len(now.kernels) - len(before.kernels))
-    assert more <= less
+    share = peak.SHARE * less / before.memory.peak_bytes  # (each round by itself: of a lower peak, of more traffic)
+    assert more <= less or more / moved(before) <= 1.1 * share
 
 
 @pytest.mark.parametrize("budget", [None, 0.5])
@@ -134,3 +135,21 @@ def test_views_of_one_saved_tensor_are_one_storage(monkeypatch: pytest.MonkeyPat
     at_peak = alive.peak(range(alive.n))
     apart = {name: (name, size) for name, (_, size) in found.items()}
     assert Lifetimes(back.scheduled, apart).peak(range(alive.n)) == at_peak + product
+
+
+def test_a_long_sum_is_added_up_as_its_terms_come() -> None:
+    """``total = total + y @ v`` in every layer: one sum of all at the end would keep each of the terms until then."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros_like(x)
+        for i in range(8):
+            y = (x @ w[i]).tanh()
+            total, x = total + y @ v[i], x + y
+        return total.relu()
+
+    args = torch.empty(4096, 512), torch.empty(8, 512, 512), torch.empty(8, 512, 512)
+    peaks = []
+    for rounds in (0, peak.ROUNDS):
+        with mock.patch.object(peak, "ROUNDS", rounds):
+            peaks.append(reflib.explain(fn, *args, target="sm_90").memory.peak_bytes // (4096 * 512 * 4))
+    assert peaks[0] >= 9 and peaks[1] <= 6  # (eager: x, y, total, a term, and their sum)
