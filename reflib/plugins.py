@@ -11,6 +11,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "repro": "observed:observed",
         "budget": "capture.budget:within_budget",
         "recomputable": "capture.recomputable:with_more",
+        "launches": "capture.triton_there:compiled_with_launches",
     },
     "pipeline.CHOOSE": {
         "choose": "tuning:choose",

@@ -2,7 +2,8 @@
 
 ``torch.library.triton_op`` and, under Dynamo, ``kernel[grid](...)`` are captured as calls of
 ``triton_kernel_wrapper_functional``, for ``lower.user_kernels``. What a kernel writes PyTorch finds in Triton's IR, for
-which it asks Triton's driver for the GPU. Without one it takes every argument for written (each is copied, inputs are
+which it asks Triton's driver for the GPU; of a kernel that is not given all its arguments, it finds nothing, so it gets
+the defaults. Without a GPU it takes every argument for written (each is copied, inputs are
 written back), and Dynamo does not know the kernel at all. So while programs for a GPU are captured, and there is none,
 the driver is a stand-in that knows a target, on which what a kernel writes does not depend.
 
@@ -15,14 +16,14 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from ..errors import CaptureError
-from .launch_arguments import taken
+from .launch_arguments import defaults, taken
 
 CAPABILITY = 90  # of the stand-in: any GPU will do
 
@@ -50,6 +51,7 @@ def triton_of_gpu(recorded: bool = False) -> Iterator[None]:
             if hasattr(owner, name):
                 stack.enter_context(_replaced(owner, name, _always(value)))
         stack.enter_context(_replaced(triton_kernel_wrap.TritonHOPifier, "call_triton_kernel", taken))
+        stack.enter_context(_replaced(triton_kernel_wrap, "generate_ttir", _given_all))
         if recorded:
             stack.enter_context(_replaced(triton.runtime.jit.KernelInterface, "__getitem__", _recording))
             stack.enter_context(_replaced(triton_kernel_wrap, "trace_triton_kernel_wrapper", _kept))
@@ -57,6 +59,14 @@ def triton_of_gpu(recorded: bool = False) -> Iterator[None]:
             _here.depth = getattr(_here, "depth", 0) + 1
             stack.callback(lambda: setattr(_here, "depth", _here.depth - 1))
         yield
+
+
+def compiled_with_launches(
+    compile: Callable[..., Any], backend: Any, module: torch.fx.GraphModule, inputs: Sequence[Any]
+) -> Any:
+    """``compile``, where there is a GPU for what launches (plugs into ``pipeline.COMPILE``)."""
+    with triton_of_gpu() if torch.cuda.is_available() else nullcontext():
+        return compile(backend, module, inputs)
 
 
 _here = threading.local()  # ``depth``: of this thread, in captures that record plain launches
@@ -74,6 +84,15 @@ def _kept(trace: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return traced
+
+
+def _given_all(ttir: Callable[..., Any]) -> Callable[..., Any]:
+    def of_all(kernel: Any, given: dict[str, Any], *how: Any) -> Any:
+        configs = getattr(kernel, "configs", ())
+        function = kernel.fn if hasattr(kernel, "configs") else kernel
+        return ttir(kernel, {**defaults(function, {*given, *(configs[0].kwargs if configs else ())}), **given}, *how)
+
+    return of_all
 
 
 def _always(value: Any) -> Callable[[Any], Any]:
