@@ -143,6 +143,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "overlap": "ranks.collectives:overlapped",
         "combine": "fuse.combine:combine",
     },
+    "fuse.TAKES": {"refused": "generate.user_kernel:refused"},
     "schedule.SCHEDULERS": {
         "Template": "autotune.matmul:template_variants",
         "UserKernel": "schedule.user_kernels:variants",
