@@ -107,8 +107,13 @@ def _constants(node: torch.fx.Node) -> dict[str, Any]:
 
 
 def _holds_a_tensor(x: Any) -> bool:
-    parts = x if isinstance(x, (tuple, list)) else x.values() if isinstance(x, dict) else vars(x).values() if hasattr(x, "__dict__") else ()
-    return isinstance(x, torch.Tensor) or any(isinstance(p, torch.Tensor) or isinstance(p, (tuple, list)) and _holds_a_tensor(p) for p in parts)
+    """Somewhere inside: of tuples and the like, and of the fields of an object."""
+    if isinstance(x, torch.Tensor):
+        return True
+    if isinstance(x, (tuple, list)):
+        return any(map(_holds_a_tensor, x))
+    fields = x if isinstance(x, dict) else getattr(x, "__dict__", {})
+    return any(isinstance(v, torch.Tensor) for v in fields.values())
 
 
 def _named(node: torch.fx.Node, where: torch.fx.Node | None = None) -> str:
