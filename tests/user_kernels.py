@@ -36,16 +36,7 @@ def scaled(x):
 
 @triton.jit
 def mixed_kernel(
-    x: tl.pointer_type(tl.float32),
-    flags,
-    out,
-    n: tl.int64,
-    scale,
-    one,
-    wide,
-    none,
-    negate,
-    shift: tl.float64,
+    x: tl.pointer_type(tl.float32), flags, out, n: tl.int64, scale, one, wide, none, negate, shift: tl.float64,
     BLOCK: tl.constexpr = BLOCK_SIZE,
 ) -> None:
     """Constants of two modules with one name, helper functions likewise, and an argument; arguments of all types."""
@@ -93,9 +84,7 @@ def tuples_kernel(inputs, outputs, n: tl.int64, BLOCK: tl.constexpr, LAST: tl.co
 
 @triton.autotune(
     [triton.Config({"BLOCK": 64}, num_warps=2), triton.Config({"BLOCK": 128}, num_warps=4, num_stages=2)],
-    key=["n"],
-    reset_to_zero=["total"],
-    restore_value=["y"],
+    key=["n"], reset_to_zero=["total"], restore_value=["y"],
 )
 @triton.heuristics({"EVEN": lambda args: args["n"] % args["BLOCK"] == 0})
 @triton.jit

@@ -29,10 +29,9 @@ def taken(call: Callable[..., Any]) -> Callable[..., Any]:
         function = kernel.fn if tuned else kernel
         pruned = tuned and (kernel.perf_model or kernel.early_config_prune)
         if isinstance(function, JITFunction) and not pruned:  # else PyTorch takes that off, and calls this again
-            kwargs |= _defaults(
-                function, {*function.arg_names[: len(args)], *kwargs}, kernel.configs if tuned else [], tx
-            )
             given = {**dict(zip(function.arg_names, args)), **kwargs}
+            kwargs |= _defaults(function, {*given}, kernel.configs if tuned else [], tx)
+            given = {**given, **kwargs}
             parts = _Parts()
             texts = {n: parts.text(n, v) for n, v in given.items() if n in function.arg_names and not _is_constant(v)}
             if parts.functions or any(n != text for n, text in texts.items()):

@@ -60,13 +60,8 @@ def generate_cpp(name: str, parts: tuple[LoopNest, ...], config: Config, buffers
 
 
 def function(
-    name: str,
-    used: list[str],
-    written: set[str],
-    symbols: tuple[Sym, ...],
-    buffers: dict[str, Buffer],
-    names: dict[str, str],
-    bodies: list[tuple[LoopNest, Callable[[Writer], None]]],
+    name: str, used: list[str], written: set[str], symbols: tuple[Sym, ...], buffers: dict[str, Buffer],
+    names: dict[str, str], bodies: list[tuple[LoopNest, Callable[[Writer], None]]],
 ) -> Kernel:
     """The kernel's function around what ``bodies`` write, each under the ops that it comes from."""
     w = Writer()

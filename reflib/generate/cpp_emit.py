@@ -67,12 +67,7 @@ class Emitter:
     """Writes one LoopNest. ``names``: the buffers' names in C++. ``checks``: bounds checks written so far."""
 
     def __init__(
-        self,
-        w: Writer,
-        nest: Nest,
-        buffers: dict[str, Buffer],
-        names: dict[str, str],
-        checks: int,
+        self, w: Writer, nest: Nest, buffers: dict[str, Buffer], names: dict[str, str], checks: int,
         one_order: bool = False,
     ):
         self.w, self.nest, self.loops = w, nest, nest.loops

@@ -292,7 +292,9 @@ class FlexPrinter:
     def _stages(self) -> str:
         return f"num_stages={self.tiling.num_stages}"
 
-    def _body(self, walked: str, start: str, step: Step, masked: bool, rest: bool = False, inside: bool = True) -> None:
+    def _body(
+        self, walked: str, start: str, step: Step, masked: bool, rest: bool = False, inside: bool = True
+    ) -> None:
         ragged, self.ragged[walked] = self.ragged[walked], rest or (self.ragged[walked] and bool(self.kernel.blocks[0]))
         self.slot.masks["x"] = self.ragged[walked]
         self.indent(inside)
