@@ -41,7 +41,7 @@ from dataclasses import replace
 import torch
 
 from .. import logs
-from ..ir.expr import ONE, Var, expr
+from ..ir.expr import ONE, Var, expr, product
 from ..ir.loops import Acc, Axis, Indirect, Load, LoopNest, Stmt, Store
 from ..ir.program import Buffer, Extern, Program, View, full_view
 from ..ir.transforms import substitute
@@ -51,7 +51,7 @@ from ..seams import Seam
 from ..target import Target
 from .dependencies import dependencies, remove_dead
 from .emit import kind_of, order
-from .launch_cover import NotSimple, covers
+from .launch_cover import NotSimple, covers, digits
 from .launch_stores import the_store
 from .result import Fused, Group, Reason, Refusal
 
@@ -238,17 +238,13 @@ def _over_elements(loops: LoopNest, b: Buffer, program: Program) -> tuple[Stmt, 
         raise NotSimple(f"{loops.name} reads {b.name} at more than one place, or under a condition")
     (index,) = indices
     env: dict = {a.var: 0 for a in loops.axes if a.size == 1}
-    left, step, rest = [a.var for a in loops.axes if a.size != 1], ONE, index.subs(env)
-    while left:
-        v = next((v for v in left if rest.coefficient(v) == step), None)
-        if v is None:
-            raise NotSimple(f"{loops.name} runs over other elements than those of {b.name}")
-        left.remove(v)
-        rest = rest - step * expr(v)
-        env[v] = expr(x) // step % v.size if left else expr(x) // step
-        step = step * v.size
-    if rest != 0 or step != b.numel or b.extent != b.numel:
+    found = digits(index.subs(env), (a.var for a in loops.axes if a.size != 1))
+    if found is None or product(v.size for v in found) != b.numel or b.extent != b.numel:
         raise NotSimple(f"{loops.name} runs over other elements than those of {b.name}")
+    step = ONE
+    for v in found:
+        env[v] = expr(x) // step % v.size if v is not found[-1] else expr(x) // step
+        step = step * v.size
     body = substitute(loops.body, env)
     for s in body:
         if isinstance(s, (Load, Store)):
