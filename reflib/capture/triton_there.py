@@ -87,10 +87,11 @@ def _kept(trace: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _given_all(ttir: Callable[..., Any]) -> Callable[..., Any]:
-    def of_all(kernel: Any, given: dict[str, Any], *how: Any) -> Any:
+    def of_all(kernel: Any, kwargs: dict[str, Any], *how: Any, **more: Any) -> Any:
         configs = getattr(kernel, "configs", ())
         function = kernel.fn if hasattr(kernel, "configs") else kernel
-        return ttir(kernel, {**defaults(function, {*given, *(configs[0].kwargs if configs else ())}), **given}, *how)
+        given = {*kwargs, *(configs[0].kwargs if configs else ())}
+        return ttir(kernel, {**defaults(function, given), **kwargs}, *how, **more)
 
     return of_all
 
