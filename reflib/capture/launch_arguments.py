@@ -8,9 +8,13 @@ configuration, as PyTorch does it with ``num_warps``. Defaults are given, as Tri
 
 import copy
 import linecache
+import os
+import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
+
+from ..errors import CaptureError
 
 DESCRIPTOR = "TensorDescriptor"  # of Triton's
 _made: dict[Any, tuple[Any, ...]] = {}  # the last one is the kernel; the others' identities are in its key
@@ -32,6 +36,8 @@ def taken(call: Callable[..., Any]) -> Callable[..., Any]:
             given = {**dict(zip(function.arg_names, args)), **kwargs}
             kwargs |= _defaults(function, {*given}, kernel.configs if tuned else [], tx)
             given = {**given, **kwargs}
+            if tx is None:  # (Dynamo refuses them)
+                _check(function, given)
             parts = _Parts()
             texts = {n: parts.text(n, v) for n, v in given.items() if n in function.arg_names and not _is_constant(v)}
             if parts.functions or any(n != text for n, text in texts.items()):
@@ -42,6 +48,36 @@ def taken(call: Callable[..., Any]) -> Callable[..., Any]:
         return call(self, variable, args, kwargs, tx)
 
     return launched
+
+
+def _check(function: Any, given: dict[str, Any]) -> None:
+    """Raises CaptureError for a tensor that PyTorch would not see: what the kernel writes to it would be lost."""
+    for name, x in given.items():
+        if (found := _hiding(x)) is not None:
+            raise CaptureError(
+                f"the Triton kernel {function.__name__}{users_line()} is given {name}, a {type(found).__name__} with a "
+                f"tensor in it, which is not captured: give it tensors, plain tuples of them, or a {DESCRIPTOR}"
+            )
+
+
+def users_line() -> str:
+    """`` (FILE:LINE)`` of the user's call that led here, "" if it is not known."""
+    frames = [frame for frame, _ in traceback.walk_stack(None)]
+    users = [f for f in frames if not f.f_globals.get("__name__", "").startswith(("triton.", "torch.", "reflib."))]
+    users = [f for f in users if os.path.isfile(f.f_code.co_filename)]  # (there is code that PyTorch generates)
+    return f" ({os.path.basename(users[0].f_code.co_filename)}:{users[0].f_lineno})" if users else ""
+
+
+def _hiding(x: Any) -> Any:
+    """What has a tensor in it, in ``x`` or a plain tuple in it, and is not taken apart; None: nothing."""
+    import torch
+
+    if type(x) is tuple:
+        return next(filter(lambda found: found is not None, map(_hiding, x)), None)
+    if isinstance(x, torch.Tensor) or type(x).__name__ == DESCRIPTOR or callable(x):
+        return None
+    parts = x if isinstance(x, (tuple, list)) else (x if isinstance(x, dict) else getattr(x, "__dict__", {})).values()
+    return x if any(isinstance(v, torch.Tensor) for v in parts) else None
 
 
 def _defaults(function: Any, given: set[str], configs: list[Any], tx: Any) -> dict[str, Any]:

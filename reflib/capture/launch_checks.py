@@ -40,12 +40,6 @@ def _check_launch(node: torch.fx.Node) -> None:
         raise CaptureError(
             f"the grid of {_named(node)} is a tensor: a grid is made of numbers; n.item() is one, and waits for the GPU"
         )
-    constants: dict[str, Any] = _constants(node)
-    if hidden := [n for n, v in constants.items() if _holds_a_tensor(v)]:
-        raise CaptureError(
-            f"{_named(node)} is given {hidden[0]}, a {type(constants[hidden[0]]).__name__} with a tensor in it, which "
-            "is not captured: give it tensors, plain tuples of them, or a TensorDescriptor"
-        )
     if _stores_elsewhere(node):
         raise CaptureError(
             f"{_named(node)} stores to none of the tensors that it is given, so PyTorch drops its launch: a kernel "
@@ -100,22 +94,6 @@ def _given(node: torch.fx.Node) -> dict[str, Any]:
     return torch.fx.map_arg(node.kwargs["kwargs"], _value)  # type: ignore[return-value]
 
 
-def _constants(node: torch.fx.Node) -> dict[str, Any]:
-    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
-
-    return kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])  # type: ignore[arg-type, no-any-return]
-
-
-def _holds_a_tensor(x: Any) -> bool:
-    """Somewhere inside: of tuples and the like, and of the fields of an object."""
-    if isinstance(x, torch.Tensor):
-        return True
-    if isinstance(x, (tuple, list)):
-        return any(map(_holds_a_tensor, x))
-    fields = x if isinstance(x, dict) else getattr(x, "__dict__", {})
-    return any(isinstance(v, torch.Tensor) for v in fields.values())
-
-
 def _named(node: torch.fx.Node, where: torch.fx.Node | None = None) -> str:
     """``the Triton kernel NAME (FILE:LINE)``. ``where``: the node whose line it is, if it is another one's."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
@@ -146,7 +124,7 @@ def _stores_elsewhere(node: torch.fx.Node) -> bool:
     if not any(isinstance(v, torch.Tensor) for v in given.values()) or _written(node):
         return False
     kernel: Any = wrap.kernel_side_table.get_kernel(node.kwargs["kernel_idx"])  # type: ignore[arg-type]
-    known = given | _constants(node)
+    known = given | wrap.kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])  # type: ignore[arg-type]
     with triton_of_gpu():
         text = str(wrap.generate_ttir(kernel, known, node.kwargs["tma_descriptor_metadata"])[0])  # type: ignore[arg-type]
     return "tt.store" in text or "tt.atomic" in text or "tt.descriptor_store" in text

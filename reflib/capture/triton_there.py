@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ..errors import CaptureError
-from .launch_arguments import defaults, taken
+from .launch_arguments import defaults, taken, users_line
 
 CAPABILITY = 90  # of the stand-in: any GPU will do
 
@@ -184,7 +184,4 @@ def _launching() -> str:
     frames = [frame for frame, _ in traceback.walk_stack(None)]
     kernels: list[Any] = [f.f_locals.get("self") for f in frames if "triton" in f.f_globals.get("__name__", "")]
     name = next((k.fn.__name__ for k in kernels if hasattr(k, "fn") and hasattr(k.fn, "__name__")), "")
-    users = [f for f in frames if not f.f_globals.get("__name__", "").startswith(("triton.", "torch.", "reflib."))]
-    users = [f for f in users if os.path.isfile(f.f_code.co_filename)]  # (there is code that PyTorch generates)
-    where = f" ({os.path.basename(users[0].f_code.co_filename)}:{users[0].f_lineno})" if users else ""
-    return f"the Triton kernel {name}{where}" if name else "a Triton kernel"
+    return f"the Triton kernel {name}{users_line()}" if name else "a Triton kernel"
