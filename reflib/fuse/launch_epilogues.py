@@ -47,16 +47,14 @@ from ..ir.program import Buffer, Extern, Program, View, full_view
 from ..ir.transforms import substitute
 from ..ir.user_kernel import Appended, UserKernel
 from ..options import Options
-from ..seams import Seam
 from ..target import Target
 from .dependencies import dependencies, remove_dead
+from .driver import TAKES
 from .emit import kind_of, order
 from .launch_cover import NotSimple, covers, digits
 from .launch_stores import the_store
 from .result import Fused, Group, Reason, Refusal
 
-# Does Triton take a launch with what is appended to it? (Extern, its buffers, Target) -> why not, or "".
-TAKES = Seam("fuse.TAKES")
 X = "x"
 MAX_VIEWS = 8  # tensors that what is appended reads and writes: a kernel's registers are its own
 _DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool)
