@@ -63,7 +63,7 @@ def refused(x: Extern, buffers: dict[str, Buffer], target: Target) -> str:
     from ..schedule.user_kernels import variants
     from .compile_triton import parse
 
-    (node,) = variants(f"{x.target.function}_with_more", x, buffers, target)[-1].nodes
+    node = variants(f"{x.target.function}_with_more", x, buffers, target)[-1].kernel
     try:
         parse(print_user_kernel(node, buffers, target, ()), target)
     except Exception as e:  # of a kind that nobody thought of
