@@ -390,6 +390,9 @@ def test_what_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture, monke
     torch._dynamo.reset()
     e = explain(of(plain, 100, BLOCK=64, blocks=(1, 1, 40000)), torch.randn(128))
     assert not launches(e) and not e.kernels, "a grid that CUDA takes, and our launcher does not, is PyTorch's launch"
+    gluon = type("GluonJITFunction", (triton.JITFunction,), {})(plain.fn)  # another language
+    with pytest.raises(PackageError, match="PyTorch launches a GluonJITFunction, not a compiled Triton function"):
+        reflib.aot_compile(of(gluon, 128), (torch.randn(128),), tmp_path / "p.reflib", ["sm_90"])
     clustered = triton.autotune([triton.Config({"BLOCK": 64}, num_ctas=16)], key=[])(plain)
     with pytest.raises(PackageError, match="PyTorch launches the Triton kernel plain: a cluster of 16 thread blocks"):
         reflib.aot_compile(of(clustered, 128), (torch.randn(128),), tmp_path / "p.reflib", ["sm_90"])
