@@ -2,6 +2,7 @@
 
 A recorded output stays as it is; on the page each claim's lines become a box of wrapped text, green where it holds.
 A code cell that was changed or added after the recording has no execution count, and says so in place of an output.
+A listing of more than `LONG` lines in an output is folded.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ UNRECORDED = (
     "this cell is newer than the recording of this page. Run it to see what it prints; the text around it says what to "
     "look for."
 )
+LONG = 45  # lines of a listing that is not folded
 LONG_NAME = re.compile(r"\w{32,}(?=[^<>]*<)")  # a kernel's, in a table: it would push the numbers out of sight
 CLAIM = re.compile(r"^(✓|✗|\?) ([^:\n]+): (.*)\n?((?:  .*\n?)*)", re.M)
 
 
 class Boxes(SphinxPostTransform):
-    """After MyST-NB has chosen among outputs: a stream's text is cut where claims begin and end, and long names
-    in tables may be broken, and below each code cell that the recording did not execute is a sentence that says so."""
+    """After MyST-NB has chosen among outputs: a stream's text is cut where claims begin and end, long listings are
+    folded, long names in tables may be broken, and below each code cell that the recording did not execute is a
+    sentence that says so."""
 
     default_priority = 20
 
@@ -37,6 +40,8 @@ class Boxes(SphinxPostTransform):
             text = block.astext()
             if "output" in block["classes"] and CLAIM.search(text) and block.parent is not None:
                 block.parent.replace(block, pieces(block, text))
+            elif "output" not in block["classes"] and in_output(block) and (lines := text.count("\n") + 1) > LONG:
+                block.parent.replace(block, folded(block, lines))
         for table in list(self.document.findall(nodes.raw)):
             if '<table class="dataframe"' in (text := table.astext()):
                 broken = LONG_NAME.sub(lambda name: name[0].replace("_", "_<wbr>"), text)
@@ -44,6 +49,19 @@ class Boxes(SphinxPostTransform):
         for cell in list(self.document.findall(nodes.container)):
             if cell.get("nb_element") == "cell_code" and cell.get("exec_count") is None:
                 cell += nodes.raw("", box("?", "Not recorded yet", UNRECORDED, ""), format="html")
+
+
+def in_output(block: nodes.Node) -> bool:
+    parent = block.parent
+    while parent is not None and parent.get("nb_element") != "cell_code_output":
+        parent = parent.parent
+    return parent is not None
+
+
+def folded(block: nodes.Node, lines: int) -> list[nodes.Node]:
+    """The block behind a line that unfolds it."""
+    begin = f'<details class="reflib-long"><summary>{lines:,} lines</summary>'
+    return [nodes.raw("", begin, format="html"), block, nodes.raw("", "</details>", format="html")]
 
 
 def pieces(block: nodes.literal_block, text: str) -> list[nodes.Node]:

@@ -1,6 +1,6 @@
-"""What was recorded, in short: the question on the first page, and the table with which the results begin.
+"""What was recorded, in short: the question on the first page, and the tables and bars with which the results begin.
 
-Both compare only what was measured together: one measurement, one clock, one place of a sweep.
+All compare only what was measured together: one measurement, one clock, one place of a sweep.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reflib_claims import CLAIM
 from reflib_pages import chapters, html_table, recordings
 
 EQUAL = 1.05  # two times that differ by less are told as equal
@@ -109,6 +111,102 @@ def counts(some: list[Pair]) -> list[str]:
     return [str(n or "") for n in (faster, len(timed) - faster - slower, slower, len(some) - len(timed))]
 
 
+# ---- a result per chapter, beside its floor
+
+Place = tuple[str, str, float, dict[str, float]]  # measurement, where in its sweep, least µs, case -> µs
+CONTENDERS = ("eager", PEER, "reflib", "torch.mm")
+ALONE = "device alone"  # a case that has the device's own time for the same work
+SHORT = 5.0  # µs: a floor below that is not what such a call waits for
+
+
+def floors(root: Path) -> str:
+    """For each chapter with a measurement whose least time is known, the one with the most work, as bars."""
+    shown: dict[str, str] = {}
+    for slug, path in sorted(recordings(root), key=lambda found: ".h200." not in found[1].name):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        found = list(places(data["rows"], ceilings(root, data["rows"], path.name.split(".")[1])))
+        if slug in chapters(root) and slug not in shown and found:
+            shown[slug] = floor_figure(chapters(root)[slug].title, slug, max(found, key=lambda place: place[2]), data)
+    return "\n\n".join(shown[slug] for slug in chapters(root) if slug in shown)
+
+
+def ceilings(root: Path, rows: list[dict[str, Any]], device: str) -> tuple[float, float] | None:
+    """(bytes, operations) per µs of this device, from this recording or the chapter about measuring; None: unknown."""
+    path = root / "notebooks" / "recorded" / f"measuring.{device}.json"
+    others = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    for some in (rows, others):
+        known = [r for r in some if r.get("name") == "ceilings"]
+        best = [max((r["value"] for r in known if r["metric"] == m), default=0.0) for m in ("bandwidth", "rate")]
+        if all(best):
+            return best[0] * 1e3, best[1] * 1e6
+    return None
+
+
+def places(rows: list[dict[str, Any]], limits: tuple[float, float] | None) -> Iterator[Place]:
+    """Measurements of reflib and another with a floor of some µs: the fewest bytes, the sizes of a product of 2-byte
+    numbers, or, by the host's clock, the device's own time."""
+    found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        at = ", ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v}" for k, v in row.get("at", {}).items())
+        found.setdefault((row.get("name", ""), at, row.get("clock", "")), []).append(row)
+    alone = {place[:2]: r["value"] for place, some in found.items() for r in some if r["case"] == ALONE}
+    for (name, at, clock), some in found.items():
+        times = {r["case"]: r["value"] for r in some if r["metric"] == "time" and r["value"]}
+        raced = {c: us for c, us in times.items() if c.startswith(CONTENDERS)}
+        kinds = {case.split(",")[0] for case in raced}
+        if name == "live" or len(kinds) < 2 or "reflib" not in kinds:
+            continue
+        speed = {r["case"]: r["value"] for r in some if r["metric"] == "bandwidth" and r["case"] in raced}
+        moved = min((times[case] * speed[case] * 1e3 for case in speed), default=0.0)
+        m, n, k = (some[0].get("at", {}).get(size, 0) for size in "MNK")
+        least = alone.get((name, at), 0.0) if clock == "wall" else 0.0
+        if clock == "graph" and limits:
+            least = max((2 * (m * k + k * n + m * n) + moved) / limits[0], 2 * m * n * k / limits[1])
+        if least > SHORT:
+            yield name, at, least, raced
+
+
+def floor_figure(title: str, slug: str, place: Place, data: dict[str, Any]) -> str:
+    name, at, least, times = place
+    bars = "".join(bar(case, us, max(times.values()), least) for case, us in sorted(times.items(), key=lambda t: -t[1]))
+    where = html.escape(", ".join(filter(None, (name, at, data["shared"].get("device", "")))))
+    return (
+        f'<div class="reflib-floor"><p><a href="../notebooks/{slug}.html">{html.escape(title)}</a>: {where}; '
+        f"{least:,.1f} µs at least</p>{bars}</div>"
+    )
+
+
+# ---- claims that failed
+
+
+def failed(root: Path) -> str:
+    """A table per device: what a chapter claims and its recording contradicts, and why it says that may be."""
+    lines: dict[str, list[list[str]]] = {}
+    for slug, told in chapters(root).items():
+        title, here = f'<a href="../notebooks/{slug}.html">{html.escape(told.title)}</a>', told.stamp.get("device", "")
+        found = {here: printed(root, slug)}
+        for name, path in recordings(root):
+            data = json.loads(path.read_text(encoding="utf-8"))
+            device = data["shared"].get("device", "unknown")
+            if name == slug and device != here:
+                claims = [c for c in data["claims"] if c.get("holds") is False]
+                found[device] = [(c["claim"], c.get("otherwise", "")) for c in claims]
+        for device, claims in found.items():
+            kind = device if device.startswith("NVIDIA") else "CPUs"
+            lines.setdefault(kind, []).extend([title, html.escape(what), html.escape(why)] for what, why in claims)
+    heads = ("chapter", "claim", "why not")
+    return "\n\n".join(f"### On {kind}\n\n{html_table(heads, some)}" for kind, some in sorted(lines.items()) if some)
+
+
+def printed(root: Path, slug: str) -> list[tuple[str, str]]:
+    """The failed claims that a notebook's own outputs print."""
+    from reflib.lab import notebook as nb
+
+    outputs = [o for c in nb.read(root / "notebooks" / f"{slug}.ipynb").cells for o in c.get("outputs", [])]
+    text = "\n".join(o.text for o in outputs if o.output_type == "stream")
+    return [(m[3], m[4].strip().removeprefix("Why: ")) for m in CLAIM.finditer(text) if m[1] == "✗" and "hold" in m[2]]
+
+
 # ---- the first page
 
 
@@ -133,10 +231,11 @@ def question(root: Path) -> str:
 
 def bar(name: str, us: float, longest: float, least: float) -> str:
     """A labelled bar, as long as its time, with a line where the least time is."""
+    colour = COLOURS.get(re.split("[, ]", name)[0], "#555555")
     return (
-        f'<div class="reflib-bar"><span class="name">{name}</span><span class="track" aria-hidden="true">'
-        f'<span class="fill" style="width:{us / longest:.1%};background:{COLOURS.get(name, "#555555")}"></span>'
-        f'<span class="limit" style="left:{least / longest:.1%}"></span></span>'
+        f'<div class="reflib-bar"><span class="name">{html.escape(name)}</span><span class="track" aria-hidden="true">'
+        f'<span class="fill" style="width:{us / longest:.1%};background:{colour}"></span>'
+        f'<span class="limit" style="left:{min(1.0, least / longest):.1%}"></span></span>'
         f'<span class="time">{us:,.0f} µs</span></div>'
     )
 
@@ -162,4 +261,4 @@ def result(root: Path) -> tuple[str, dict[str, float], float, float, str] | None
     return text.split("\n\n\n")[0], times, least, moved / 2, mine["shared"]["device"]
 
 
-PAGES = {"standing": standing, "landing-question": question}
+PAGES = {"standing": standing, "floors": floors, "failed": failed, "landing-question": question}

@@ -219,7 +219,7 @@ def _tiled(p: Problem, target: Target) -> Iterator[Tiling]:
     plain = not tensor_cores(target) or p.dtype not in NARROW and not p.tf32
     if plain:
         for m, n in itertools.product(BLOCKS[:-1], BLOCKS[:-1]):
-            for k in (16, 32):
+            for k in (16, 32) if p.sizes[3] > 32 else (16,):  # 32 in one step: no loop, and ptxas spills (up to 4 KB)
                 warps = max(1, min(8, m * n // 1024))
                 yield Tiling("tiled", m, n, k, warps, 3 if tensor_cores(target) else 2)
         return

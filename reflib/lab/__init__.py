@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from reflib.lab.arch_chart import arch_explorer as arch_explorer
+    from reflib.lab.axes_chart import axes_picture as axes_picture
+    from reflib.lab.axes_chart import copies_picture as copies_picture
     from reflib.lab.block_chart import blocks_picture as blocks_picture
     from reflib.lab.block_choice import block_slider as block_slider
     from reflib.lab.capability import has as has
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from reflib.lab.pictures import moved_bytes as moved_bytes
     from reflib.lab.pictures import refusals as refusals
     from reflib.lab.pictures import stages_picture as stages_picture
+    from reflib.lab.pictures import steps_picture as steps_picture
     from reflib.lab.pictures import timeline_picture as timeline_picture
     from reflib.lab.pipeline_strip import strip as strip
     from reflib.lab.plots import bars as bars

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from reflib.lab.figures import COLOURS, INK, PLAIN, Picture, figure, note, plain_log, series_style, style
+from reflib.lab.figures import COLOURS, INK, PLAIN, Picture, figure, note, palette, plain_log, series_style, style
 from reflib.lab.rows import short
 
 if TYPE_CHECKING:
@@ -71,8 +71,9 @@ def roofline_plot(
     with style():
         fig, ax = plt.subplots()
         _draw_ceilings(ax, roof, low, high)
-        for index, (label, (x, y)) in enumerate(points.items()):
-            look = series_style(index)
+        turn = palette(list(points))
+        for label, (x, y) in points.items():
+            look = series_style(turn[label])
             ax.plot(
                 [x],
                 [y],

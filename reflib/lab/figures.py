@@ -25,7 +25,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#2a8fa8", "#8a6d00", "#5
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 HATCHES = ("", "//", "\\\\", "xx", "--", "||", "++")
-ALWAYS = ("eager", "TorchInductor", "reflib")  # have the first colours, in whatever order a figure has them
+ALWAYS = ("eager", "TorchInductor", "reflib")  # have the first colours, in whatever order a figure has them, and alone
 INK = "#222222"
 QUIET = "#6b6b6b"
 
@@ -80,20 +80,25 @@ def below_each_other(tall: Sequence[float], high: float, **more: Any) -> tuple[F
 
 
 def palette(cases: Sequence[str]) -> dict[str, int]:
-    """case -> its place in the palette: who is in many figures has the same place in all, the others come in turn."""
+    """case -> its place in the palette: those of ALWAYS have the same in all figures, and no other has it."""
     found: dict[str, int] = {}
     for case in sorted(cases, key=lambda case: case not in ALWAYS):  # "reflib" before "reflib, tuned"
         who = case.replace(",", " ").split(" ")[0]
         if who in ALWAYS and ALWAYS.index(who) not in found.values():
             found[case] = ALWAYS.index(who)
-    turn = len(ALWAYS) if found else 0
-    return found | {case: turn + i for i, case in enumerate(c for c in cases if c not in found)}
+    return found | {case: len(ALWAYS) + i for i, case in enumerate(c for c in cases if c not in found)}
+
+
+def colour(index: int) -> str:
+    """Of a place in the palette; beyond its end the places behind ALWAYS begin again."""
+    rest = COLOURS[len(ALWAYS) :]
+    return COLOURS[index] if index < len(COLOURS) else rest[(index - len(ALWAYS)) % len(rest)]
 
 
 def series_style(index: int) -> dict[str, Any]:
     """Colour, marker and dash of the index-th series."""
-    turn = index % len(COLOURS)
-    return {"color": COLOURS[turn], "marker": MARKERS[turn], "linestyle": DASHES[turn]}
+    turn = index % len(MARKERS)
+    return {"color": colour(index), "marker": MARKERS[turn], "linestyle": DASHES[turn]}
 
 
 def plain_log(ax: Axes, which: str = "y") -> None:

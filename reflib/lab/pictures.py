@@ -6,7 +6,7 @@ Each takes the result of `reflib.explain`, computes its alt text from the same n
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +34,14 @@ def megabytes(size: float) -> str:
 # -- what each stage made ---------------------------------------------------------------------------
 def stages_picture(e: Explanation, *, caption: str) -> Picture:
     """Draw the stages from top to bottom with their results for this function."""
+    rows = stage_results(e)
+    return steps_picture(rows, caption=caption, about="The pipeline.")
+
+
+def steps_picture(rows: Sequence[tuple[str, str]], *, caption: str, about: str) -> Picture:
+    """Steps from top to bottom, each (name, what it does) with an arrow to the next. `about` begins the alt text."""
     import matplotlib.pyplot as plt
 
-    rows = stage_results(e)
     with style():
         fig, ax = plt.subplots(figsize=(5.6, 0.62 * len(rows)))
         for i, (stage, made) in enumerate(rows):
@@ -51,7 +56,7 @@ def stages_picture(e: Explanation, *, caption: str) -> Picture:
         ax.set_xlim(0, 1)
         ax.set_ylim(-len(rows) + 0.5, 0.5)
         ax.axis("off")
-    return figure(fig, caption=caption, alt="The pipeline. " + " ".join(f"{s}: {m}." for s, m in rows))
+    return figure(fig, caption=caption, alt=f"{about} " + " ".join(f"{s}: {m}." for s, m in rows))
 
 
 def stage_results(e: Explanation) -> list[tuple[str, str]]:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from reflib.lab.figures import (
-    COLOURS,
     HATCHES,
     INK,
     PLAIN,
     QUIET,
     Picture,
     below_each_other,
+    colour,
     figure,
     note,
     palette,
@@ -63,9 +63,9 @@ def lines(
         return None
     with style():
         fig, ax = plt.subplots()
-        place = palette(list(dict.fromkeys(points[0].case for points in groups.values())))
+        turn = palette(list(dict.fromkeys(points[0].case for points in groups.values())))
         for label, points in groups.items():
-            _line(ax, label, points, place[points[0].case], x)
+            _line(ax, label, points, turn[points[0].case], x)
         xs = sorted({p.at[x] for points in groups.values() for p in points})
         for label, curve in (curves or {}).items():
             ax.plot(xs, [curve(v) for v in xs], color=INK, linewidth=1, label=label)
@@ -78,6 +78,9 @@ def lines(
         if shown > 1:
             ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=_columns(ax))
     alt = _lines_alt(groups, x, metric, levels or {}, marks or {})
+    place = short_bytes if x == "bytes" else short
+    for label, curve in (curves or {}).items():
+        alt += f" {label}: " + ", ".join(f"{short(curve(v))} at {place(v)}" for v in (xs[0], xs[-1])) + "."
     return figure(fig, caption=caption, alt=alt)
 
 
@@ -244,13 +247,13 @@ def _bar_panel(ax: Axes, panel: Rows, cases: list[str], log: bool) -> None:
     for place, (row, text) in enumerate(zip(panel, labels, strict=True)):
         value = row.value or 0.0
         error = (row.spread or 0.0) / 2
-        which = turn[row.case] % len(COLOURS)
+        which = turn[row.case]
         ax.barh(
             place,
             value,
             xerr=error if value else None,
-            color=COLOURS[which],
-            hatch=HATCHES[which],
+            color=colour(which),
+            hatch=HATCHES[which % len(HATCHES)],
             edgecolor="#ffffff",
             height=0.7,
             ecolor=INK,

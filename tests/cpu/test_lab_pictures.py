@@ -68,10 +68,11 @@ def as_graph(kernel):
 
 
 def test_who_is_in_many_figures_has_the_same_colour_in_all():
-    from reflib.lab.figures import palette
+    from reflib.lab.figures import COLOURS, colour, palette
 
     assert palette(["reflib", "eager"]) == {"reflib": 2, "eager": 0}
     assert palette(["reflib, tuned", "reflib", "TorchInductor max-autotune", "by hand"]) == {
         "reflib, tuned": 3, "reflib": 2, "TorchInductor max-autotune": 1, "by hand": 4,
     }  # fmt: skip
-    assert palette(["parts: 1", "parts: 4"]) == {"parts: 1": 0, "parts: 4": 1}
+    assert palette(["parts: 1", "parts: 4"]) == {"parts: 1": 3, "parts: 4": 4}
+    assert not {colour(i) for i in range(3, 30)} & set(COLOURS[:3])

@@ -27,6 +27,23 @@ def test_a_picture_of_a_split_sum() -> None:
     assert "into 3 parts" in picture.alt and picture.svg.count("<path") > 12
 
 
+def test_common_pieces_of_axes() -> None:
+    from reflib.lab.axes_chart import cuts, pieces
+
+    assert cuts((4, 3, 12)) == [12, 36, 144]
+    assert pieces((12, 12), (4, 3, 12)) == [4, 3, 12] and pieces((12, 12), (18, 8)) is None
+    assert pieces((24,), (2, 3, 4)) == [2, 3, 4] and pieces((6, 4), (4, 6)) is None
+    picture = lab.axes_picture({"y": ((12, 12), (4, 3, 12)), "z": ((12, 12), (18, 8))}, caption="c")
+    assert "12 x 12 and 4 x 3 x 12, common pieces: 4 x 3 x 12." in picture.alt
+    assert "12 x 12 and 18 x 8, no common pieces." in picture.alt
+
+
+def test_a_picture_of_copies_and_of_steps() -> None:
+    assert "4 lanes" in lab.copies_picture(4, caption="c").alt
+    steps = lab.steps_picture([("a", "one thing"), ("b", "another")], caption="c", about="Two steps.")
+    assert steps.alt == "Two steps. a: one thing. b: another."
+
+
 def row(case: str, shape: str, us: float | None, status: str = "ok") -> Row:
     return Row("n", case, "time", us, "µs", at={"shape": shape}, status=status)
 

@@ -95,7 +95,9 @@ def sweep(device, scale):
 
 
 def test_lines_say_in_words_what_they_draw(capsys):
-    picture = lab.lines(sweep("CPU", 1), recorded=sweep("NVIDIA H200", 0.1), caption="c", levels={"floor": 1.0})
+    picture = lab.lines(sweep("CPU", 1), recorded=sweep("NVIDIA H200", 0.1), caption="c", levels={"floor": 1.0},
+                        curves={"the limit": lambda size: size / 1024})  # fmt: skip
+    assert picture.alt.endswith("the limit: 1.00 at 1 KiB, 16.0 at 16 KiB.")
     assert "eager, CPU: 3.00 at 1 KiB, 60.0 at 16 KiB." in picture.alt
     assert "fused, H200 (recorded): 0.3 at 1 KiB" in picture.alt and "at 1.00: floor" in picture.alt
     html = picture._repr_html_()

@@ -42,6 +42,8 @@ def test_wins_are_sorted_and_what_failed_is_none() -> None:
 def test_both_kernels_are_counted_and_the_largest_win_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     call = ("c", "a call: extern_kernels.mm", "-", "-", "-")
     assert counted("c", THEIRS) == [("c", "triton_red_fused_0", 2, 2, 1), call]
+    helper = "@triton.jit\ndef maximum_nan(a, b):\n    return tl.maximum(a, b)\n\n\n"
+    assert counted("c", helper + THEIRS) == counted("c", THEIRS)
     cpp = 'extern "C" int k(int n) { for (int i = 0; i < n; ++i) {} }\nextern "C" int k_packed(long* p) {}'
     assert counted("c", cpp) == [("c", "k", 1, "-", "-")]
     rows = Rows([timed("TorchInductor", 30.0 * n, n) for n in (1, 2)] + [timed("reflib", 10.0, n) for n in (1, 2)])

@@ -10,6 +10,7 @@ import torch
 from matmul_cases import BF16, F16, F32, F64, MatmulCase, bias_1d, bias_2d_gelu, every_other, padded, rand, relu
 from triton_cases import compile_all
 
+import reflib
 from reflib.errors import GenerateError, ToolchainError
 from reflib.generate.compile_triton import Binary, compile_kernel, resources
 from reflib.generate.kernel import Kernel
@@ -72,6 +73,14 @@ def test_persistent_reads_through_tma(arch: str, turned: bool) -> None:
     assert kernel.scratch == binary.scratch == 256 and kernel.grid == 132
     assert 3 * (128 + 256) * 64 * 2 <= binary.shared <= parse_target(arch).shared
     assert resources(binary)["stack"] == 0
+
+
+@pytest.mark.parametrize("m, k, n", [(64, 32, 32), (32, 32, 64), (64, 25, 64), (64, 64, 32)])
+def test_products_without_tensor_cores_spill_nothing(m: int, k: int, n: int) -> None:
+    """A depth of 32 in one step: there is no loop to keep, and ptxas spilled up to 4 KB per thread."""
+    a, b, c = full(320, m, k, dtype=F32), full(320, k, n, dtype=F32), full(320, m, n, dtype=F32)
+    (kernel,) = reflib.explain(lambda a, b, c: a @ b + c, a, b, c, target="sm_90").kernels
+    assert resources(compile_kernel(kernel, parse_target("sm_90")))["stack"] == 0
 
 
 @pytest.mark.parametrize("contiguous", [False, True])

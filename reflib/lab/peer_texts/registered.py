@@ -1,8 +1,12 @@
 """inline-fusion: the chapter's function, its op registered with TorchInductor, in the first form that is accepted.
 
-Writes to the file `facts` which forms were refused, which one ran, whether it calls the op, and its program.
+A form is the function with the op's implementations. torch 2.11 traces implementations of arguments without numbers
+but outside of their mode, where `arange` makes a tensor with numbers, and the two do not mix: so indices are made of
+the argument as well. Writes to the file `facts` which forms were refused, which one ran, whether it calls the op, and
+its program.
 """
 
+import itertools
 import json
 from typing import Any
 
@@ -35,23 +39,27 @@ def make(device, dtype, side, name, text, programs, facts):
         column = torch.arange(scores.shape[1], device=scores.device)
         return torch.where(column <= row, scores, 0.0)
 
-    configs = [CustomOpConfig(by_index), CustomOpConfig(by_table)]
-    register_custom_op_autotuning(causal, configs=configs)
-    forms = {
+    def by_counting(scores):  # by a table; its indices are counted, in a tensor that is computed from the argument
+        at = (scores[:, 0].isnan() >= 0).to(torch.int32).cumsum(0)
+        return scores * (at[None, :] <= at[:, None]).to(scores.dtype)
+
+    implementations = {"": [by_index, by_table], ", by_counting": [by_counting]}
+    functions = {
         "as it is": lambda s: torch.relu(causal(s * 0.125)).square(),
         "multiplied after the op": lambda s: torch.relu(causal(s) * 0.125).square(),
     }
     scores = torch.randn(side, side, device=device, dtype=dtype)
     want = torch.relu(torch.tril(scores * 0.125)).square()
     found: dict[str, Any] = {"refused": {}}
-    for form, function in forms.items():
+    for (form, function), (which, ways) in itertools.product(functions.items(), implementations.items()):
         torch._dynamo.reset()
+        register_custom_op_autotuning(causal, configs=[CustomOpConfig(way) for way in ways])
         f = torch.compile(function, dynamic=False, mode="max-autotune-no-cudagraphs")
         try:
             with config.patch(fx_graph_cache=False):
                 got, texts = run_and_get_code(f, scores)
         except Exception as error:
-            found["refused"][form] = str(error).strip().splitlines()[0]
+            found["refused"][form + which] = str(error).strip().splitlines()[0]
             continue
         assert torch.allclose(got, want, rtol=1e-2, atol=1e-2)
         call = texts[-1][texts[-1].rfind("def call"):]
