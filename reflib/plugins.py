@@ -11,6 +11,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "repro": "observed:observed",
         "budget": "capture.budget:within_budget",
         "recomputable": "capture.recomputable:with_more",
+        "launches": "capture.triton_there:compiled_with_launches",
     },
     "pipeline.CHOOSE": {
         "choose": "tuning:choose",
@@ -146,6 +147,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "overlap": "ranks.collectives:overlapped",
         "combine": "fuse.combine:combine",
     },
+    "fuse.TAKES": {"refused": "generate.user_kernel:refused"},
     "schedule.SCHEDULERS": {
         "Template": "autotune.matmul:template_variants",
         "UserKernel": "schedule.user_kernels:variants",

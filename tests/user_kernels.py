@@ -66,7 +66,7 @@ def both_kernel(x, total, largest, rows, columns, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def matrix_kernel(a, out, M: tl.constexpr, N: tl.constexpr):
+def matrix_kernel(a, out, M: tl.constexpr = 16, N: tl.constexpr = 32):
     row = tl.program_id(0) * M
     out.store([row, 0], a.load([row, 0]) * 2)
 
@@ -153,6 +153,23 @@ def described(x: Tensor) -> Tensor:
     return out + 1
 
 
+@torch.library.triton_op("user_kernels::describing", mutates_args=())
+def describing(x: Tensor) -> Tensor:
+    """What PyTorch captures under Dynamo only: descriptors, here one of columns, and a grid of what has a default."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    rows, columns = x.shape
+    out = x.new_empty(rows, 32)
+    a = TensorDescriptor(x, [rows, 32], [columns, 1], [16, 32])
+    b = TensorDescriptor.from_tensor(out, [16, 32])
+    torch.library.wrap_triton(matrix_kernel)[lambda meta: (triton.cdiv(rows, meta["M"]),)](a, b)
+    return out
+
+
+def described_in_an_op(x: Tensor) -> Tensor:
+    return describing(x) - 1
+
+
 def summed(y: Tensor) -> tuple[Tensor, Tensor]:
     total = torch.zeros(1, device=y.device)
     sums_kernel[grid(y.numel())](y, total, y.numel())
@@ -220,6 +237,7 @@ def cases() -> dict[str, Case]:
         "both": (both, eager_both, (torch.randn(9, 100)[:, :90],)),
         "tuples": (tuples, eager_tuples, (x, y)),
         "described": (described, lambda x: x * 2 + 1, (torch.randn(48, 32),)),
+        "described in an op": (described_in_an_op, lambda x: x[:, :32] * 2 - 1, (torch.randn(48, 64),)),
         "branching": (branching, eager_branching, (x + 1, y)),
         "summed": (summed, eager_summed, (y,)),
     }

@@ -1,10 +1,12 @@
-"""``scaled_dot_product_attention`` on a GPU that this machine may not have, which PyTorch would ask."""
+"""Attention on a GPU that this machine may not have: which kernel ``scaled_dot_product_attention`` takes PyTorch would
+ask it, and of ``flex_attention`` on a CPU it refuses the gradient."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.attention import flex_attention
 
 from ..target import Target
 
@@ -26,7 +28,8 @@ def attention_of_gpu(target: Target | None = None) -> Iterator[None]:
         found = _likely_kernel(target, q, k, v, *args, **kwargs)
         return op._op_dk(key, q, k, v, *args, **kwargs) if found is None else found
 
-    before = dict(op.py_kernels)
+    before, check = dict(op.py_kernels), flex_attention._validate_device
+    flex_attention._validate_device = lambda *tensors: None
     op.py_kernels[key] = attention
     op._dispatch_cache.clear()
     try:
@@ -34,6 +37,7 @@ def attention_of_gpu(target: Target | None = None) -> Iterator[None]:
         with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
             yield
     finally:
+        flex_attention._validate_device = check
         op.py_kernels.clear()
         op.py_kernels.update(before)
         op._dispatch_cache.clear()

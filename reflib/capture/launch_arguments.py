@@ -1,16 +1,22 @@
-"""Launches that PyTorch does not capture as they are: with tensors in a tuple, with ``num_ctas=``, and (Dynamo) with a
-function among the arguments.
+"""Launches that PyTorch does not capture as they are: with tensors in a tuple, with ``num_ctas=``, with arguments left
+to their defaults, with a tensor descriptor (outside of Dynamo), and (Dynamo) with a function among the arguments.
 
 A kernel that is given a tuple is captured as another one, of the same name, which is given the tuple's parts and calls
-it; functions are among its globals. ``num_ctas`` becomes a configuration, as PyTorch does it with ``num_warps``.
+it; functions are among its globals, and a descriptor it makes of a tensor, sizes and strides. ``num_ctas`` becomes a
+configuration, as PyTorch does it with ``num_warps``. Defaults are given, as Triton does it before it asks for the grid.
 """
 
 import copy
 import linecache
-from collections.abc import Callable
+import os
+import traceback
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import CaptureError
+
+DESCRIPTOR = "TensorDescriptor"  # of Triton's
 _made: dict[Any, tuple[Any, ...]] = {}  # the last one is the kernel; the others' identities are in its key
 
 
@@ -28,6 +34,10 @@ def taken(call: Callable[..., Any]) -> Callable[..., Any]:
         pruned = tuned and (kernel.perf_model or kernel.early_config_prune)
         if isinstance(function, JITFunction) and not pruned:  # else PyTorch takes that off, and calls this again
             given = {**dict(zip(function.arg_names, args)), **kwargs}
+            kwargs |= _defaults(function, {*given}, kernel.configs if tuned else [], tx)
+            given = {**given, **kwargs}
+            if tx is None:  # (Dynamo refuses them)
+                _check(function, given)
             parts = _Parts()
             texts = {n: parts.text(n, v) for n, v in given.items() if n in function.arg_names and not _is_constant(v)}
             if parts.functions or any(n != text for n, text in texts.items()):
@@ -38,6 +48,52 @@ def taken(call: Callable[..., Any]) -> Callable[..., Any]:
         return call(self, variable, args, kwargs, tx)
 
     return launched
+
+
+def _check(function: Any, given: dict[str, Any]) -> None:
+    """Raises CaptureError for a tensor that PyTorch would not see: what the kernel writes to it would be lost."""
+    for name, x in given.items():
+        if (found := _hiding(x)) is not None:
+            raise CaptureError(
+                f"the Triton kernel {function.__name__}{users_line()} is given {name}, a {type(found).__name__} with a "
+                f"tensor in it, which is not captured: give it tensors, plain tuples of them, or a {DESCRIPTOR}"
+            )
+
+
+def users_line() -> str:
+    """`` (FILE:LINE)`` of the user's call that led here, "" if it is not known."""
+    frames = [frame for frame, _ in traceback.walk_stack(None)]
+    users = [f for f in frames if not f.f_globals.get("__name__", "").startswith(("triton.", "torch.", "reflib."))]
+    users = [f for f in users if os.path.isfile(f.f_code.co_filename)]  # (there is code that PyTorch generates)
+    return f" ({os.path.basename(users[0].f_code.co_filename)}:{users[0].f_lineno})" if users else ""
+
+
+def _hiding(x: Any) -> Any:
+    """What has a tensor in it, in ``x`` or a plain tuple in it, and is not taken apart; None: nothing."""
+    import torch
+
+    if type(x) is tuple:
+        return next(filter(lambda found: found is not None, map(_hiding, x)), None)
+    if isinstance(x, torch.Tensor) or type(x).__name__ == DESCRIPTOR or callable(x):
+        return None
+    parts = x if isinstance(x, (tuple, list)) else (x if isinstance(x, dict) else getattr(x, "__dict__", {})).values()
+    return x if any(isinstance(v, torch.Tensor) for v in parts) else None
+
+
+def _defaults(function: Any, given: set[str], configs: list[Any], tx: Any) -> dict[str, Any]:
+    """Of the arguments that neither the call nor a configuration gives. (Of those in Dynamo, ``tx``, constants.)"""
+    from torch._dynamo.variables import ConstantVariable
+    from triton import Config
+
+    values = defaults(function, given.union(Config({}).all_kwargs(), *(c.all_kwargs() for c in configs)))
+    if tx is None:
+        return values
+    return {n: ConstantVariable.create(v) for n, v in values.items() if ConstantVariable.is_base_literal(v)}
+
+
+def defaults(function: Any, given: Collection[str]) -> dict[str, Any]:
+    values = {p.name: p.default for p in function.params if p.has_default and p.name not in given}
+    return {n: v.value if type(v).__name__ == "constexpr" else v for n, v in values.items()}
 
 
 def _in_clusters(kernel: Any, blocks: int) -> Any:
@@ -58,6 +114,8 @@ def _is_constant(x: Any) -> bool:
 
     if hasattr(x, "is_python_constant"):
         return bool(x.is_python_constant())
+    if type(x).__name__ == DESCRIPTOR:
+        return False
     return all(map(_is_constant, x)) if type(x) is tuple else not isinstance(x, (torch.Tensor, torch.SymInt))
 
 
@@ -74,11 +132,20 @@ class _Parts:
         if type(x) is tuple or type(x).__name__ == "TupleVariable":
             items = x if type(x) is tuple else x.items
             return "(" + "".join(f"{self.text(f'{name}_{i}', item)}, " for i, item in enumerate(items)) + ")"
+        if type(x).__name__ == DESCRIPTOR:
+            return self._descriptor(name, x)
         if type(x).__name__ == "TritonKernelVariable":
             self.functions[name] = x.kernel
         else:
             self.values[name] = x
         return name
+
+    def _descriptor(self, name: str, x: Any) -> str:
+        sizes = ", ".join(self.text(f"{name}_size{i}", n) for i, n in enumerate(x.shape))
+        strides = "".join(f"{self.text(f'{name}_stride{i}', n)}, " for i, n in enumerate(x.strides[:-1]))
+        block = [int(n) for n in x.block_shape]
+        padding = "" if getattr(x, "padding", "zero") == "zero" else f", padding_option={x.padding!r}"
+        return f"tl.make_tensor_descriptor({self.text(name, x.base)}, [{sizes}], [{strides}1], {block}{padding})"
 
 
 def _of_parts(kernel: Any, function: Any, texts: dict[str, str], parts: _Parts, given: set[str]) -> Any:

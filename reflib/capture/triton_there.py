@@ -2,7 +2,8 @@
 
 ``torch.library.triton_op`` and, under Dynamo, ``kernel[grid](...)`` are captured as calls of
 ``triton_kernel_wrapper_functional``, for ``lower.user_kernels``. What a kernel writes PyTorch finds in Triton's IR, for
-which it asks Triton's driver for the GPU. Without one it takes every argument for written (each is copied, inputs are
+which it asks Triton's driver for the GPU; of a kernel that is not given all its arguments, it finds nothing, so it gets
+the defaults. Without a GPU it takes every argument for written (each is copied, inputs are
 written back), and Dynamo does not know the kernel at all. So while programs for a GPU are captured, and there is none,
 the driver is a stand-in that knows a target, on which what a kernel writes does not depend.
 
@@ -15,14 +16,15 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ..errors import CaptureError
-from .launch_arguments import taken
+from .launch_arguments import defaults, taken, users_line
 
 CAPABILITY = 90  # of the stand-in: any GPU will do
 
@@ -50,6 +52,11 @@ def triton_of_gpu(recorded: bool = False) -> Iterator[None]:
             if hasattr(owner, name):
                 stack.enter_context(_replaced(owner, name, _always(value)))
         stack.enter_context(_replaced(triton_kernel_wrap.TritonHOPifier, "call_triton_kernel", taken))
+        stack.enter_context(_replaced(triton_kernel_wrap, "generate_ttir", _given_all))
+        with suppress(ImportError):
+            from triton.tools.tensor_descriptor import TensorDescriptor
+
+            stack.enter_context(_replaced(TensorDescriptor, "__post_init__", _without_address))
         if recorded:
             stack.enter_context(_replaced(triton.runtime.jit.KernelInterface, "__getitem__", _recording))
             stack.enter_context(_replaced(triton_kernel_wrap, "trace_triton_kernel_wrapper", _kept))
@@ -57,6 +64,14 @@ def triton_of_gpu(recorded: bool = False) -> Iterator[None]:
             _here.depth = getattr(_here, "depth", 0) + 1
             stack.callback(lambda: setattr(_here, "depth", _here.depth - 1))
         yield
+
+
+def compiled_with_launches(
+    compile: Callable[..., Any], backend: Any, module: torch.fx.GraphModule, inputs: Sequence[Any]
+) -> Any:
+    """``compile``, where there is a GPU for what launches (plugs into ``pipeline.COMPILE``)."""
+    with triton_of_gpu() if torch.cuda.is_available() else nullcontext():
+        return compile(backend, module, inputs)
 
 
 _here = threading.local()  # ``depth``: of this thread, in captures that record plain launches
@@ -74,6 +89,31 @@ def _kept(trace: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return traced
+
+
+def _given_all(ttir: Callable[..., Any]) -> Callable[..., Any]:
+    def of_all(kernel: Any, kwargs: dict[str, Any], *how: Any, **more: Any) -> Any:
+        configs = getattr(kernel, "configs", ())
+        function = kernel.fn if hasattr(kernel, "configs") else kernel
+        given = {*kwargs, *(configs[0].kwargs if configs else ())}
+        return ttir(kernel, {**defaults(function, given), **kwargs}, *how, **more)
+
+    return of_all
+
+
+def _without_address(check: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Triton 3.6 asks a tensor that is traced for its address."""
+
+    def checked(self: Any) -> None:
+        base = self.base
+        traced = type(base).__name__ in ("FakeTensor", "FunctionalTensor")
+        self.base = SimpleNamespace(dtype=base.dtype, data_ptr=lambda: 0) if traced else base
+        try:
+            check(self)
+        finally:
+            self.base = base
+
+    return checked
 
 
 def _always(value: Any) -> Callable[[Any], Any]:
@@ -164,7 +204,4 @@ def _launching() -> str:
     frames = [frame for frame, _ in traceback.walk_stack(None)]
     kernels: list[Any] = [f.f_locals.get("self") for f in frames if "triton" in f.f_globals.get("__name__", "")]
     name = next((k.fn.__name__ for k in kernels if hasattr(k, "fn") and hasattr(k.fn, "__name__")), "")
-    users = [f for f in frames if not f.f_globals.get("__name__", "").startswith(("triton.", "torch.", "reflib."))]
-    users = [f for f in users if os.path.isfile(f.f_code.co_filename)]  # (there is code that PyTorch generates)
-    where = f" ({os.path.basename(users[0].f_code.co_filename)}:{users[0].f_lineno})" if users else ""
-    return f"the Triton kernel {name}{where}" if name else "a Triton kernel"
+    return f"the Triton kernel {name}{users_line()}" if name else "a Triton kernel"

@@ -22,6 +22,8 @@ from .result import Fused, Group, Reason, Refusal
 # Passes, (Fused, Options, Target) -> Fused: before grouping, and on the kernels it made. The core has none.
 BEFORE = Seam("fuse.BEFORE")
 AFTER = Seam("fuse.AFTER")
+# Does the compiler of a call that launches a kernel take what fusion made of it? (Extern, buffers, Target) -> why not.
+TAKES = Seam("fuse.TAKES")
 
 _SIBLINGS = 4  # how many groups that read the same buffer are tried for a node
 _MAX_REFUSALS = 2000

@@ -141,15 +141,22 @@ def _places(programs: list[Var]) -> Iterator[dict[Var, int]]:
 
 def _count(number: Expr) -> Expr:
     """How far ``number`` counts, whose digits are its points; 0 if it does not count."""
-    left, count, rest = set(number.variables()), ONE, number
+    found = digits(number, number.variables())
+    return ZERO if found is None else product(v.size for v in found)
+
+
+def digits(number: Expr, points: Iterable[Var]) -> list[Var] | None:
+    """``points`` as the digits of ``number``, the lowest first; None if they are not."""
+    left, step, rest, found = list(points), ONE, number, list[Var]()
     while left:
-        v = next((v for v in left if number.coefficient(v) == count), None)
+        v = next((v for v in left if rest.coefficient(v) == step), None)
         if v is None:
-            return ZERO
-        rest = rest - count * expr(v)
-        count = count * v.size
+            return None
         left.remove(v)
-    return count if rest == 0 else ZERO
+        found.append(v)
+        rest = rest - step * expr(v)
+        step = step * v.size
+    return found if rest == 0 else None
 
 
 def _at_least(count: Expr, bound: Expr) -> bool:

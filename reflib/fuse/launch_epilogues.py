@@ -23,6 +23,7 @@ kernel would need a parameter in the user's text as well, and the pointers that 
   new names are chosen. A call to a helper that is given the pointer is refused.
 * A kernel's binary is found by its text, so by what is appended. With ``@triton.autotune``, each configuration is a
   text of its own: what follows is appended to each as it is measured, and to the winner.
+* Triton's front end is asked whether it takes the new text (``TAKES``); if not, that launch stays as it was.
 * A prologue (work on what the kernel loads) would have to know that each element is loaded once, or be repeated: not
   done.
 
@@ -34,13 +35,13 @@ a kernel with a single store, to a tensor that it does not read; that every elem
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
 
 from .. import logs
-from ..ir.expr import ONE, Var, expr
+from ..ir.expr import ONE, Var, expr, product
 from ..ir.loops import Acc, Axis, Indirect, Load, LoopNest, Stmt, Store
 from ..ir.program import Buffer, Extern, Program, View, full_view
 from ..ir.transforms import substitute
@@ -48,8 +49,9 @@ from ..ir.user_kernel import Appended, UserKernel
 from ..options import Options
 from ..target import Target
 from .dependencies import dependencies, remove_dead
+from .driver import TAKES
 from .emit import kind_of, order
-from .launch_cover import NotSimple, covers
+from .launch_cover import NotSimple, covers, digits
 from .launch_stores import the_store
 from .result import Fused, Group, Reason, Refusal
 
@@ -64,16 +66,27 @@ def launch_epilogues(fused: Fused, options: Options, target: Target) -> Fused:
     launches = [i for i, n in enumerate(fused.program.nodes) if _launch(n)]
     if not launches:
         return fused
-    work = _Appending(fused.program)
+    bad: dict[int, str] = {}
+    work = _appended(fused.program, launches, options, bad)
+    while found := work.not_taken(target):
+        bad |= found
+        work = _appended(fused.program, launches, options, bad)
+    return work.result(fused)
+
+
+def _appended(program: Program, launches: list[int], options: Options, bad: Mapping[int, str]) -> _Appending:
+    work = _Appending(program)
     for i in launches:
         for at, buffer in work.followers(i):
             try:
+                if i in bad:
+                    raise NotSimple(bad[i])
                 if options.numerics == "eager" or options.batch_invariant:
                     raise NotSimple('under numerics="eager" and batch_invariant its text is not changed')
                 work.append(i, at, buffer)
             except NotSimple as e:
                 work.refuse(i, at, str(e))
-    return work.result(fused)
+    return work
 
 
 def _launch(n: object) -> bool:
@@ -124,6 +137,20 @@ class _Appending:
         if sum(map(len, dict(made.kwargs)["appended"])) > MAX_VIEWS:
             raise NotSimple(f"{loops.name} reads and writes too many tensors for the registers of another kernel")
         self.now[i], self.into[at] = made, i
+
+    def not_taken(self, target: Target) -> dict[int, str]:
+        """Launches that Triton would not take as they are now, and why: one warning for each."""
+        bad: dict[int, str] = {}
+        for i, x in self.now.items():
+            why = next(filter(None, (ask(x, self.program.buffers, target) for ask in TAKES.values())), "")
+            if why:
+                bad[i] = "Triton refuses it with what follows"
+                ops = ", ".join(dict.fromkeys(o.op for a in x.target.appended for o in a.loops.origins))
+                logs.get("compile").warning(
+                    "the Triton kernel %s with %s at its store is refused by Triton; these are kernels of their own. "
+                    "This is a bug of reflib: %s", x.target, ops, why,
+                )  # fmt: skip
+        return bad
 
     def _kept(self, i: int, at: int, b: Buffer) -> bool:
         d = self.depends
@@ -209,17 +236,13 @@ def _over_elements(loops: LoopNest, b: Buffer, program: Program) -> tuple[Stmt, 
         raise NotSimple(f"{loops.name} reads {b.name} at more than one place, or under a condition")
     (index,) = indices
     env: dict = {a.var: 0 for a in loops.axes if a.size == 1}
-    left, step, rest = [a.var for a in loops.axes if a.size != 1], ONE, index.subs(env)
-    while left:
-        v = next((v for v in left if rest.coefficient(v) == step), None)
-        if v is None:
-            raise NotSimple(f"{loops.name} runs over other elements than those of {b.name}")
-        left.remove(v)
-        rest = rest - step * expr(v)
-        env[v] = expr(x) // step % v.size if left else expr(x) // step
-        step = step * v.size
-    if rest != 0 or step != b.numel or b.extent != b.numel:
+    found = digits(index.subs(env), (a.var for a in loops.axes if a.size != 1))
+    if found is None or product(v.size for v in found) != b.numel or b.extent != b.numel:
         raise NotSimple(f"{loops.name} runs over other elements than those of {b.name}")
+    step = ONE
+    for v in found:
+        env[v] = expr(x) // step % v.size if v is not found[-1] else expr(x) // step
+        step = step * v.size
     body = substitute(loops.body, env)
     for s in body:
         if isinstance(s, (Load, Store)):

@@ -139,15 +139,18 @@ def signature(kernel: Kernel, parameters: list[str]) -> dict[str, str]:
     return dict(zip(parameters, types))
 
 
-def _compile(kernel: Kernel, target: Target, key: str) -> Binary:
+def parse(kernel: Kernel, target: Target) -> None:
+    """Raises ToolchainError if Triton's front end refuses the source; its passes and the assembler are not asked."""
+    _compile(kernel, target, _key(kernel, target), only_parse=True)
+
+
+def _compile(kernel: Kernel, target: Target, key: str, only_parse: bool = False) -> Any:
     try:
         with _front_end:
             from triton.backends.compiler import GPUTarget
             from triton.compiler import ASTSource
     except ImportError as e:
-        raise ToolchainError(
-            f"Triton is needed to compile kernels for {target.arch}: pip install triton ({e})"
-        ) from e
+        raise ToolchainError(f"Triton is needed to compile kernels for {target.arch}: pip install triton ({e})") from e
     where = (
         GPUTarget("cuda", target.capability, 32)
         if target.kind == "cuda"
@@ -170,7 +173,7 @@ def _compile(kernel: Kernel, target: Target, key: str) -> Binary:
             constants = {p.name: p.default for p in fn.params if p.is_constexpr}
             types = signature(kernel, list(fn.arg_names))
             by_hand = BY_HAND.format(kernel.source, kernel.name, types, constants, attrs, repr(where), options)
-            return _passes(ASTSource(fn, types, constants, attrs), where, options, kernel.keep_loops)
+            return _passes(ASTSource(fn, types, constants, attrs), where, options, kernel.keep_loops, only_parse)
 
     try:
         try:
@@ -185,7 +188,7 @@ def _compile(kernel: Kernel, target: Target, key: str) -> Binary:
         raise
     except Exception as e:
         raise ToolchainError(failures.of_kernel(kernel.name, kernel.source, target.arch, e, by_hand)) from e
-    return _binary(kernel, target, made, SimpleNamespace(**facts))
+    return None if only_parse else _binary(kernel, target, made, SimpleNamespace(**facts))
 
 
 def _first_lines(e: Exception) -> str:
@@ -193,9 +196,12 @@ def _first_lines(e: Exception) -> str:
     return f"{type(e).__name__}: {e}"[:1000]
 
 
-def _passes(source: Any, target: Any, options: dict[str, Any], keep_loops: bool) -> tuple[dict[str, Any], Any]:
+def _passes(
+    source: Any, target: Any, options: dict[str, Any], keep_loops: bool, only_parse: bool
+) -> tuple[dict[str, Any], Any]:
     """What ``triton.compile`` does, but for its cache, whose eight files per kernel take longer than some passes; our
-    cache has what we need. Returns (results by stage: "ptx", "cubin", ...; facts such as the shared memory)."""
+    cache has what we need. Returns (results by stage: "ptx", "cubin", ...; facts such as the shared memory); for
+    ``only_parse`` no results."""
     from triton._C.libtriton import ir
     from triton.compiler.compiler import make_backend
 
@@ -211,7 +217,7 @@ def _passes(source: Any, target: Any, options: dict[str, Any], keep_loops: bool)
     _front_end.leave()
     facts: dict[str, Any] = {"target": target, **parsed.__dict__}
     made: dict[str, Any] = {}
-    for stage, run in stages.items():
+    for stage, run in () if only_parse else stages.items():
         module = run(module, facts)
         if stage == "ptx":
             module = without_packed_adds(with_loops_kept(module) if keep_loops else module)

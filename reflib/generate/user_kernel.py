@@ -58,6 +58,19 @@ def print_user_kernel(node: KernelNode, buffers: dict[str, Buffer], target: Targ
     )  # fmt: skip
 
 
+def refused(x: Extern, buffers: dict[str, Buffer], target: Target) -> str:
+    """Why Triton does not take the text of ``x`` with what is appended, "" if it does (plugs into ``fuse.TAKES``)."""
+    from ..schedule.user_kernels import variants
+    from .compile_triton import parse
+
+    node = variants(f"{x.target.function}_with_more", x, buffers, target)[-1].kernel
+    try:
+        parse(print_user_kernel(node, buffers, target, ()), target)
+    except Exception as e:  # of a kind that nobody thought of
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
 def _about(x: Extern) -> list[str]:
     return [f"# {o.op}" + (f" at {o.source}" if o.source else "") for o in x.origins]
 

@@ -33,7 +33,10 @@ def literal(value: Any) -> str | None:
     if isinstance(value, tuple) and type(value) in (tuple, getattr(tl, "tuple", tuple)):
         inner = [literal(v) for v in value]
         return None if None in inner else f"({', '.join(map(str, inner))}{',' if len(inner) == 1 else ''})"
-    return repr(value) if value is None or type(value) in (bool, int, float, str) else None
+    of = next((t for t in (bool, int, float, str) if isinstance(value, t)), None)  # (an enumeration's, NumPy's)
+    if of is not None and type(value) is not of:
+        value = of.__str__(value) if of is str else of(value)
+    return repr(value) if value is None or of is not None else None
 
 
 class KernelText:

@@ -131,7 +131,7 @@ def _function(kernel: Any) -> tuple[Any, list[Any]]:
 
     configs = list(kernel.configs) if isinstance(kernel, Autotuner) else [None]
     function = kernel.fn if isinstance(kernel, Autotuner) else kernel
-    if not isinstance(function, JITFunction):
+    if type(function) is not JITFunction:  # (a Gluon kernel's class is one of its)
         raise Unsupported(f"a {type(function).__name__}, not a compiled Triton function")
     return function, configs
 

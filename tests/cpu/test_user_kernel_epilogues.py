@@ -14,6 +14,7 @@ import torch
 
 import reflib
 from reflib.fuse import driver
+from reflib.generate import launch_epilogue
 from reflib.generate.compile_triton import compile_kernel
 from reflib.ir.data import decode, encode
 from reflib.ir.expr import Sym, expr
@@ -105,6 +106,24 @@ def test_why_not(name: str) -> None:
     assert not appended(e)
     (said,) = {str(r.reason) for r in e.refusals if "Triton kernel" in str(r.reason)}
     assert re.fullmatch(rf"the Triton kernel \w+: {re.escape(why)}", said)
+
+
+def test_what_triton_refuses_is_a_kernel_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of two launches, whatever is wrong with its text: the other keeps what follows it."""
+    flat, x = WHOLE["advanced"], torch.randn(12, 20)
+    printed = launch_epilogue._EpiloguePrinter.function
+    monkeypatch.setattr(
+        launch_epilogue._EpiloguePrinter, "function",
+        lambda self, *how: printed(self, *how).replace("sin(", "no_such_function("),
+    )  # fmt: skip
+    e = explain(lambda x, y: (flat(x).relu() + 1, flat(y).sin() * 2), x, x + 1)
+    assert len(appended(e)) == 1 and sum("sin_mul" in k.name for k in e.kernels) == 1 and len(e.kernels) == 3
+    (said,) = [r.getMessage() for r in caplog.records if "is refused by Triton" in r.getMessage()]
+    assert "aten.sin.default, aten.mul.Tensor at its store" in said and "no_such_function" in said
+    assert any("Triton refuses it with what follows" in str(r.reason) for r in e.refusals)
+    monkeypatch.undo()
 
 
 def test_no_circle_of_launches() -> None:

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch._higher_order_ops import triton_kernel_wrap
 
 import reflib
 from reflib.capture.triton_there import triton_of_gpu
@@ -149,6 +150,21 @@ def test_packages_need_no_module_of_the_users(tmp_path: Path) -> None:
     assert sum(n.startswith("add_kernel") for n in names) == 2 and "doubled_mul" in names
     text = bytes(file.view(v.text)).decode()
     assert f"stream0, {2**62 + 2**31 + 1}, " in text, "a grid of two dimensions"
+
+
+def test_a_descriptor_in_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """(PyTorch drops such a launch: what the kernel would have written was garbage.) Triton 3.6 asks for addresses."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    def check(self: Any) -> None:
+        assert self.base.data_ptr() % 16 == 0 and self.base.dtype.itemsize == 4 and self.strides[-1] == 1
+
+    monkeypatch.setattr(TensorDescriptor, "__post_init__", check)
+    assert launches(explain(user_kernels.described_in_an_op, torch.randn(48, 64)))
+    for fn in (user_kernels.described, user_kernels.described_in_an_op):
+        path = reflib.aot_compile(fn, (torch.randn(48, 64),), tmp_path / "p.reflib", ["sm_90"], ptx=False)
+        (v,) = manifest.read(archive.open(path).manifest).variants
+        assert not v.python and any("matrix_kernel" in k.name for k in v.kernels)
 
 
 def test_launches_in_branches_and_loops_are_packaged(tmp_path: Path) -> None:
@@ -333,9 +349,21 @@ def test_what_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture, monke
         tl.store(out, tl.load(x) + thing)
 
     @triton.jit
-    def plain(x, out, n, BLOCK: tl.constexpr = SIZE):
+    def plain(x, out, n, BLOCK: tl.constexpr = SIZE, DTYPE: tl.constexpr = tl.float32):
         i = tl.arange(0, BLOCK)
         tl.store(out + i, tl.load(x + i, mask=i < n), mask=i < n)
+
+    class Pair(NamedTuple):
+        x: Tensor
+        out: Tensor
+
+    @triton.jit
+    def of_pair(pair):
+        tl.store(pair.out, tl.load(pair.x))
+
+    def packed(x: Tensor) -> Tensor:
+        of_pair[(1,)](Pair(x, out := torch.empty_like(x)))
+        return out
 
     @triton.jit
     def from_memory(x, out, addresses, n, BLOCK: tl.constexpr):
@@ -369,15 +397,21 @@ def test_what_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture, monke
     torch._dynamo.reset()
     e = explain(of(plain, 100, BLOCK=64, blocks=(1, 1, 40000)), torch.randn(128))
     assert not launches(e) and not e.kernels, "a grid that CUDA takes, and our launcher does not, is PyTorch's launch"
+    gluon = type("GluonJITFunction", (triton.JITFunction,), {})(plain.fn)  # another language
+    with pytest.raises(PackageError, match="PyTorch launches a GluonJITFunction, not a compiled Triton function"):
+        reflib.aot_compile(of(gluon, 128), (torch.randn(128),), tmp_path / "p.reflib", ["sm_90"])
     clustered = triton.autotune([triton.Config({"BLOCK": 64}, num_ctas=16)], key=[])(plain)
     with pytest.raises(PackageError, match="PyTorch launches the Triton kernel plain: a cluster of 16 thread blocks"):
         reflib.aot_compile(of(clustered, 128), (torch.randn(128),), tmp_path / "p.reflib", ["sm_90"])
+    with pytest.raises(CaptureError, match=rf"kernel of_pair \({line}\) is given pair, a Pair with a tensor in it"):
+        reflib.aot_compile(packed, (torch.randn(128),), tmp_path / "p.reflib", ["sm_90"], ptx=False)
     monkeypatch.setenv("REFLIB_LOGS", "fallback")
     caplog.set_level("INFO", "reflib.fallback")
+    (launch,) = launches(explain(of(plain, 100, DTYPE=tl.float32), torch.randn(128)))
+    assert launch.mutates == ("plain_out",) and "as written" not in caplog.text, "defaults and types are known"
+    monkeypatch.setattr(triton_kernel_wrap, "generate_ttir", lambda *how: 1 / 0)  # PyTorch's analysis finds nothing
     torch._dynamo.reset()
-    e = explain(of(plain, 100), torch.randn(128))  # (PyTorch's analysis takes no default)
-    assert "plain: every tensor it is given counts as written" in caplog.text
-    (launch,) = launches(e)
-    assert len(launch.mutates) == 2 and "BLOCK=" not in kernel(e, "plain").source.rpartition("def ")[2]
+    (launch,) = launches(explain(of(plain, 100), torch.randn(128)))
+    assert "plain: every tensor it is given counts as written" in caplog.text and len(launch.mutates) == 2
     with pytest.raises(reflib.ReflibError, match="plain is a Triton kernel: the interpreter"):
         replace(launch).target(None)

@@ -44,9 +44,9 @@ def same(fn: Callable[..., Any], *args: Any, calls: bool = False, **options: Any
 
 @pytest.mark.parametrize("wrapper", ["python", "cpp"])
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", ["plain", "in place", "chained", "mixed", "both", "branching", "described", "summed"])
+@pytest.mark.parametrize("name", [n for n in user_kernels.cases() if n != "tuples"])
 def test_the_cases(name: str, dynamic: bool, wrapper: str) -> None:
-    if name == "described" and torch.cuda.get_device_capability() < (9, 0):
+    if name.startswith("described") and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("TMA descriptors")
     fn, eager, args = user_kernels.cases()[name]
     summed = name == "summed"  # (a heuristic of a dynamic size: PyTorch captures around the launch)
@@ -207,8 +207,15 @@ def test_a_candidate_that_launches() -> None:
 
 
 # -- packages, and the host's time ----------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["plain", "chained", "mixed", "both", "in place"])
+NOT_YET = pytest.mark.xfail(reason="seen once, on torch 2.11; not on 2.13 without a GPU: why is not known yet")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=NOT_YET if n in ("tuples", "branching") else ()) for n in user_kernels.cases()]
+)
 def test_a_package(name: str, tmp_path: Path) -> None:
+    if name.startswith("described") and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("TMA descriptors")
     fn, eager, args = user_kernels.cases()[name]
     mine, theirs = clones(args), clones(args)
     capability = "sm_{}{}".format(*torch.cuda.get_device_capability())
