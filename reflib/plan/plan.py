@@ -183,11 +183,12 @@ def last_uses(program: Program) -> dict[str, int]:
 
 def escaping(program: Program) -> set[str]:
     """Buffers whose storage may be visible after their last use: passed to, or returned by, a call whose results may
-    alias its arguments."""
+    alias its arguments. (Not if an op's results are dropped, as by a call in place.)"""
     out: set[str] = set()
     for node in walk(program.nodes):
         if isinstance(node, Extern) and may_alias(node.target):
-            out |= {*node.reads(), *node.writes()}
+            dropped = isinstance(node.target, torch._ops.OpOverload) and set(node.outputs) == {None}
+            out |= set() if dropped else {*node.reads(), *node.writes()}
     return out
 
 

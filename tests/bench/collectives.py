@@ -7,7 +7,7 @@ result, written at once. Exit code: 1 where something is wrong or a part did not
 
 * ``storage``: sums over symmetric storage at random sizes and dtypes, in calls that follow each other closely, in CUDA
   graphs with other calls between replays, and in compiled programs, which have their buffers there
-* ``times``: 1 KB to 256 MB, one-shot and two-shot, in place and copied in, beside NCCL and PyTorch's ``symm_mem`` ops
+* ``times``: 1 KB to 1 GB, one-shot and two-shot, in place and copied in, beside NCCL and PyTorch's ``symm_mem`` ops
 * ``collectives``: functional collectives compiled, under both wrappers
 * ``train``: DDP, FSDP2 and DTensor (tensor parallel) as in eager
 * ``launches``: of the kernels over storage, several
@@ -119,9 +119,9 @@ def times(say: Say, rank: int, size: int, device: torch.device) -> None:
     from reflib.ranks.symmetric import HOW
     from reflib.ranks.symmetric import storage as storage_of
 
-    most = 256 * MB if device.type == "cuda" else MB
+    most = 1024 * MB if device.type == "cuda" else MB
     planned = storage_of(GROUP, device).copied
-    sizes = [KB << i for i in range(0, 19, 2) if KB << i <= most]
+    sizes = [KB << i for i in range(0, 21, 2) if KB << i <= most]
     for nbytes in sizes:
         n = nbytes // 2
         x = torch.zeros(n, dtype=torch.bfloat16, device=device)
