@@ -244,7 +244,7 @@ def test_a_rank_that_fails_while_it_measures(four: Ranks) -> None:
 def test_a_thousand_simulated_ranks() -> None:
     recorded = [2.1, 3.4, 1.8, 4.2, 2.7, 3.0]  # seconds for six products, on an H200
     alone, few, many = (simulate(World(n, recorded)) for n in (1, 8, 1000))
-    assert alone.seconds > 17 and many.seconds < 1.1 * few.seconds and many.measured == 6
+    assert alone.seconds > 17 and few.seconds < 4.4 and many.seconds < 1.2 * few.seconds and many.measured == 6
     hard = {"late": 2.0, "stragglers": 0.05, "failures": 0.02}
     few, many = (simulate(World(n, recorded, **hard)) for n in (8, 1000))
     assert many.seconds < 2 * few.seconds and many.ended > 5
