@@ -27,7 +27,10 @@ from typing import Any
 
 import torch
 
+from ..lower.candidates import TAKEN_APART
 from ..lower.custom_ops import CustomOpConfig, register_custom_op_autotuning
+from ..lower.rules import RULES
+from .collectives import all_reduced
 from .products import GATHER_PRODUCT, PRODUCT_SCATTER
 from .reduce import REDUCE, SCATTER
 
@@ -82,6 +85,8 @@ all_reduce = _op(
     _all_reduce_backward,
     [CustomOpConfig(in_storage, how="one_shot"), CustomOpConfig(in_storage, how="two_shot")],
 )
+RULES[str(all_reduce)] = all_reduced
+TAKEN_APART.add(str(all_reduce))
 
 
 # -- all ranks' rows of x, multiplied with w ----------------------------------------------------------------

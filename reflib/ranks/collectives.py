@@ -108,6 +108,14 @@ def wait(cx: LoweringContext, result: View) -> View:
     return _laid_out(cx, result, cx.fake)
 
 
+def all_reduced(cx: LoweringContext, x: View, group_name: str) -> View:
+    """The sum over ranks of ``x``, contiguous: a collective, and its wait."""
+    args = (x, "sum", group_name)
+    value = extern(cx, torch.ops._c10d_functional.all_reduce.default, args, {}, "communicates", effect=True)
+    cx.low.nodes.append(_wait_for(cx, value, cx.low.nodes[-1]))
+    return value
+
+
 def _wait_for(cx: LoweringContext, result: View, call: Any, more: int = 0) -> Extern:
     copies = call is None or in_place_form(call.target) is not None
     held = [] if copies else list(iter_views((call.args, call.kwargs)))

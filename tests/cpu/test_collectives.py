@@ -145,9 +145,12 @@ def test_starts_are_early_waits_are_late_and_memory_is_kept(group: Any, monkeypa
 
 
 def test_sums_are_made_in_place_where_their_argument_is_not_needed(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from reflib.ranks import agree
+    from reflib.ranks import agree, candidates
 
     monkeypatch.setattr(agree, "check", lambda lists: None)
+
+    def own_op(x: Any, w: Any) -> Any:
+        return candidates.all_reduce(x @ w, "0") * 2
 
     def product(x: Any, w: Any) -> Any:
         return waited(c.all_reduce(x @ w, "sum", "0")) * 2
@@ -169,7 +172,7 @@ def test_sums_are_made_in_place_where_their_argument_is_not_needed(group: Any, m
         return y + x
 
     texts, n = {}, random.Random(22).randrange(3, 40)
-    for fn, in_place in {product: 1, needed: 0, part: 0, written_back: 2, read_after: 1}.items():
+    for fn, in_place in {own_op: 1, product: 1, needed: 0, part: 0, written_back: 2, read_after: 1}.items():
         given = torch.randn(n, n), torch.randn(n, n)
         program: Any = reflib.explain(fn, *(t.clone() for t in given), dynamic=False).fused
         calls = [str(x.target) for x in collectives.starts(program.nodes)]
@@ -180,7 +183,7 @@ def test_sums_are_made_in_place_where_their_argument_is_not_needed(group: Any, m
             ours, theirs = ([t.clone() for t in args] for _ in range(2))
             torch.testing.assert_close(torch.compile(fn, backend="reflib")(*ours), at_once(fn, *theirs))
             torch.testing.assert_close(ours, theirs)
-    assert texts[product] == texts[needed]  # one rank may need what another does not
+    assert texts[own_op] == texts[product] == texts[needed]  # one rank may need what another does not
 
 
 def test_a_decision_is_for_a_number_of_ranks(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
