@@ -12,7 +12,7 @@ rank i modulo their number, which claims it at once and has it measured. When a 
 
 No rank waits for one that does not come, and ranks need not run the same program. Claims are made by one atomic
 operation of the store (``compare_set``). The rules are generators of store requests, so that the simulation
-(``simulate``) runs the same with a thousand ranks and a clock of its own. How kernels are launched is not shared.
+(``simulate``) runs the same with a thousand ranks and a clock of its own.
 """
 
 from __future__ import annotations
