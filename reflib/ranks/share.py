@@ -6,9 +6,9 @@ rank i modulo their number, which claims it at once and has it measured. When a 
 
 * it is there: it is taken, and kept in this rank's own table of decisions;
 * no rank has claimed it (another program, other devices, a rank that is late): this rank claims it and measures;
-* another rank measures it: this one polls, at intervals that grow with the number of ranks. A rank that measures counts its **beats** in the
-  store; one whose beats have stopped for STALE seconds has failed, and its claim is taken over. After
-  ``tuning_seconds`` this rank measures it too.
+* another rank measures it: this one polls, at intervals that grow with the number of ranks. A rank that measures counts
+  its **beats** in the store; one whose beats have stopped for STALE seconds has failed, and its claim is taken over.
+  After ``tuning_seconds`` this rank measures it too.
 
 No rank waits for one that does not come, and ranks need not run the same program. Claims are made by one atomic
 operation of the store (``compare_set``). The rules are generators of store requests, so that the simulation

@@ -218,32 +218,45 @@ def one_layer(size: int, device: torch.device, fns: dict[str, Any], m: int, k: i
     return {**race(ways, device, 5 if device.type == "cuda" else 1), "wrong": wrong}
 
 
+SQUARE = [(1024 + 256 * i, 1024 + 256 * i, 2048 + 128 * i) for i in range(6)]  # rows, and sizes of a layer
+LAYERS = [
+    (4096, k, n) for k, n in ((4096, 12288), (4096, 4096), (4096, 22016), (11008, 4096), (4096, 32000), (4096, 512))
+]
+
+
 def six(say: Say, rank: int, size: int, device: torch.device) -> None:
-    """Seconds until all ranks have the decisions for six products: the first rank alone, then all, each on other sizes:
-    what compilers or libraries set up once is not counted."""
+    """Seconds until all ranks have the decisions for six products, small ones and a 7B model's for 4,096 tokens: the
+    first rank alone, then all, each for other numbers of rows. What compilers or libraries set up once is not counted.
+    Beside them, what of it the stages took on the first rank."""
     import reflib
     from reflib.ranks import share
 
     small = 1 if device.type == "cuda" else 16
-    took = {}
-    for who, more in (("nobody", 0), ("alone", 64), ("all", 128)):
-        pairs = [((1024 + 256 * i + more) // small, (2048 + 128 * i) // small) for i in range(2 if more == 0 else 6)]
-        args = [torch.randn(s, device=device, dtype=torch.bfloat16) for m, n in pairs for s in ((m, m), (m, n))]
+    for kind, sizes in (("small", SQUARE), ("of a 7B model", LAYERS)):
+        took: dict[str, float] = {}
+        stages: dict[str, Any] = {}
+        for who, more in (*((("nobody", 0),) if kind == "small" else ()), ("alone", 64), ("all", 128)):
+            given = [((m + more) // small, k // small, n // small) for m, k, n in sizes[: 2 if more == 0 else 6]]
+            args = [torch.randn(s, device=device, dtype=torch.bfloat16) for m, k, n in given for s in ((m, k), (k, n))]
 
-        def fn(*args: Any) -> Any:
-            return [(x @ w).relu() for x, w in zip(args[::2], args[1::2], strict=True)]
+            def fn(*args: Any) -> Any:
+                return [(x @ w).relu() for x, w in zip(args[::2], args[1::2], strict=True)]
 
-        kept = share.sharing
-        if who != "all":
-            share.sharing = lambda: None
-        dist.barrier()
-        begun = time.perf_counter()
-        if who != "alone" or rank == 0:
-            reflib.explain(fn, *args, autotune="blocking", cache_decisions=False, dynamic=False)
-        dist.barrier()
-        sync(device)
-        share.sharing, took[who] = kept, round(time.perf_counter() - begun, 2)
-    say("six products", alone_s=took["alone"], together_s=took["all"], ratio=round(took["all"] / took["alone"], 2))
+            kept = share.sharing
+            if who != "all":
+                share.sharing = lambda: None
+            dist.barrier()
+            begun, e = time.perf_counter(), None
+            if who != "alone" or rank == 0:
+                e = reflib.explain(fn, *args, autotune="blocking", cache_decisions=False, dynamic=False)
+                stages[who] = {
+                    x.name: round(x.seconds, 2) for x in e.timeline if x.kind == "stage" and x.seconds > 0.05
+                }
+            dist.barrier()
+            sync(device)
+            share.sharing, took[who] = kept, round(time.perf_counter() - begun, 2)
+        ratio = round(took["all"] / took["alone"], 2)
+        say(f"six products {kind}", alone_s=took["alone"], together_s=took["all"], ratio=ratio, stages=stages)
 
 
 def fused(scatters: bool, x: Any, w: Any) -> dict[str, Callable[[], Any]]:
