@@ -7,8 +7,8 @@ forms, and only these are looked for, whatever the op was::
             ``as_strided_scatter``), calls that are given ``new`` to write to (a custom op that mutates its arguments),
             or loops that carry it and update it in place
     slice   new[e] = v if e in slice else old[e]                       (``slices.Write``)
-    call    new = op(old, ...) of an op of PyTorch's that has a form op_(old, ...) which writes to ``old`` (a collective,
-            too: its functional form communicates in a copy)
+    call    new = op(old, ...) of an op of PyTorch's that has a form op_(old, ...) which writes to ``old``; a
+            collective, too: its functional form communicates in a copy
     each    new[e] = f(old[e], ...) for every element
     same    new[e] = old[e] for every element, where ``old`` was made by a call or is carried by a loop (a body may not
             update what it carries: it clones it first)
