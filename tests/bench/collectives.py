@@ -225,16 +225,15 @@ LAYERS = [
 
 
 def six(say: Say, rank: int, size: int, device: torch.device) -> None:
-    """Seconds until all ranks have the decisions for six products, small ones and a 7B model's for 4,096 tokens: the
-    first rank alone, then all, each for other numbers of rows. What compilers or libraries set up once is not counted.
-    Beside them, what of it the stages took on the first rank."""
+    """Seconds until all ranks have compiled six products, small ones and a 7B model's for 4,096 tokens, and of these,
+    until they have the decisions (the stage ``autotune``): the first rank alone, then all, each for other numbers of
+    rows. What compilers or libraries set up once is not counted."""
     import reflib
     from reflib.ranks import share
 
     small = 1 if device.type == "cuda" else 16
     for kind, sizes in (("small", SQUARE), ("of a 7B model", LAYERS)):
-        took: dict[str, float] = {}
-        stages: dict[str, Any] = {}
+        whole, tuning = dict[str, float](), dict[str, float]()
         for who, more in (*((("nobody", 0),) if kind == "small" else ()), ("alone", 64), ("all", 128)):
             given = [((m + more) // small, k // small, n // small) for m, k, n in sizes[: 2 if more == 0 else 6]]
             args = [torch.randn(s, device=device, dtype=torch.bfloat16) for m, k, n in given for s in ((m, k), (k, n))]
@@ -246,17 +245,16 @@ def six(say: Say, rank: int, size: int, device: torch.device) -> None:
             if who != "all":
                 share.sharing = lambda: None
             dist.barrier()
-            begun, e = time.perf_counter(), None
+            begun, mine = time.perf_counter(), 0.0
             if who != "alone" or rank == 0:
                 e = reflib.explain(fn, *args, autotune="blocking", cache_decisions=False, dynamic=False)
-                stages[who] = {
-                    x.name: round(x.seconds, 2) for x in e.timeline if x.kind == "stage" and x.seconds > 0.05
-                }
-            dist.barrier()
+                mine = sum(x.seconds for x in e.timeline if x.kind == "stage" and x.name == "autotune")
+            tuning[who] = -agreed(-mine, device)
             sync(device)
-            share.sharing, took[who] = kept, round(time.perf_counter() - begun, 2)
-        ratio = round(took["all"] / took["alone"], 2)
-        say(f"six products {kind}", alone_s=took["alone"], together_s=took["all"], ratio=ratio, stages=stages)
+            share.sharing, whole[who] = kept, time.perf_counter() - begun
+        for what, s in (("compiled", whole), ("tuned", tuning)):
+            ratio = s["all"] / max(s["alone"], 1e-9)
+            say(f"six products {kind}", what_s=what, **{k: round(v, 2) for k, v in s.items()}, ratio=round(ratio, 2))
 
 
 def fused(scatters: bool, x: Any, w: Any) -> dict[str, Callable[[], Any]]:

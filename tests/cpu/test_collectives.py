@@ -186,6 +186,19 @@ def test_sums_are_made_in_place_where_their_argument_is_not_needed(group: Any, m
     assert texts[own_op] == texts[product] == texts[needed]  # one rank may need what another does not
 
 
+def test_what_storage_has_no_room_for_is_the_groups(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a meeting, or workers."""
+    from reflib.ranks import agree, candidates, symmetric, tune
+
+    monkeypatch.setattr(agree, "check", lambda lists: None)
+    monkeypatch.setattr(tune, "_meeting", lambda *_: 1 / 0)
+    x = torch.ones(symmetric.BYTES["cpu"] // 8 + 1)
+    e = reflib.explain(lambda x: candidates.all_reduce(x * 2, "0"), x, autotune="blocking", cache_decisions=False)
+    (d,) = [d for d in e.decisions if "all_reduce" in d.op]
+    assert [r.name for r in d.candidates] == [str(d.winner)] == ["eager"] and "no other candidate" in d.reason
+    assert [str(n.target) for n in collectives.starts(e.fused.nodes)] == ["_c10d_functional.all_reduce_.default"]
+
+
 def test_a_decision_is_for_a_number_of_ranks(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from reflib.autotune import points
     from tests import rank_tasks as tasks
