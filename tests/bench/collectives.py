@@ -7,7 +7,8 @@ result, written at once. Exit code: 1 where something is wrong or a part did not
 
 * ``storage``: sums over symmetric storage at random sizes and dtypes, in calls that follow each other closely, in CUDA
   graphs with other calls between replays, and in compiled programs, which have their buffers there
-* ``times``: 1 KB to 1 GB, one-shot and two-shot, in place and copied in, beside NCCL and PyTorch's ``symm_mem`` ops
+* ``times``: 1 KB to 1 GB, one-shot and two-shot, in place and copied in, beside NCCL and PyTorch's ``symm_mem`` ops;
+  what is compiled where storage has no room
 * ``collectives``: functional collectives compiled, under both wrappers
 * ``train``: DDP, FSDP2 and DTensor (tensor parallel) as in eager
 * ``launches``: of the kernels over storage, several
@@ -119,7 +120,7 @@ def times(say: Say, rank: int, size: int, device: torch.device) -> None:
     from reflib.ranks.symmetric import HOW
     from reflib.ranks.symmetric import storage as storage_of
 
-    most = 1024 * MB if device.type == "cuda" else MB
+    most = 1024 * MB if device.type == "cuda" else 16 * MB
     planned = storage_of(GROUP, device).copied
     sizes = [KB << i for i in range(0, 21, 2) if KB << i <= most]
     for nbytes in sizes:
@@ -134,10 +135,23 @@ def times(say: Say, rank: int, size: int, device: torch.device) -> None:
             ways[f"{how}, copied"] = partial(REDUCE, x, how, GROUP)
             if there is not None:
                 ways[f"{how}, in place"] = partial(REDUCE, there, how, GROUP)
+        if nbytes > planned:
+            ways["compiled: chosen without measuring, in place"] = partial(chosen(), x)
         if device.type == "cuda":
             ways |= peers(n, device)
         calls = 1 if device.type == "cpu" else 20 if nbytes <= MB else 5 if nbytes < 256 * MB else 2
         attempt(say, "times", partial(race, ways, device, calls), bytes=nbytes)
+
+
+def chosen() -> Callable[..., Any]:
+    """reflib's op in a program that does not need its argument any more."""
+    from reflib.ranks import candidates
+
+    torch._dynamo.reset()
+    options = {"autotune": "blocking", "cache_decisions": False}
+    return torch.compile(
+        lambda x: x.copy_(candidates.all_reduce(x, GROUP)), backend="reflib", options=options, dynamic=False
+    )
 
 
 def launches(say: Say, rank: int, size: int, device: torch.device) -> None:
