@@ -239,36 +239,52 @@ LAYERS = [
 
 
 def six(say: Say, rank: int, size: int, device: torch.device) -> None:
-    """Seconds until all ranks have compiled six products, small ones and a 7B model's for 4,096 tokens, and of these,
-    until they have the decisions (the stage ``autotune``): the first rank alone, then all, each for other numbers of
-    rows. What compilers or libraries set up once is not counted."""
+    """Seconds until all ranks have compiled six products, and of these, until they have the decisions (the stage
+    ``autotune``): the first rank alone, then all, each for other numbers of rows. What compilers or libraries set up
+    once is not counted. Twice: one rank may use all cores, as processes of one host do; each has its share of them, as
+    launchers bind processes, or ranks of several hosts have."""
+    from reflib.autotune.pool import pool
+
+    cores = sorted(os.sched_getaffinity(0))
+    tuned_by_one_and_all(say, rank, device, SQUARE, "small", 2)
+    tuned_by_one_and_all(say, rank, device, LAYERS, "of a 7B model", 0)
+    pool().close()
+    os.sched_setaffinity(0, cores[rank::size])
+    tuned_by_one_and_all(say, rank, device, SQUARE, "small, cores shared out", 2, 256)
+    os.sched_setaffinity(0, cores)
+
+
+def tuned_by_one_and_all(
+    say: Say, rank: int, device: torch.device, sizes: Any, kind: str, warm: int, rows: int = 0
+) -> None:
     import reflib
     from reflib.ranks import share
 
-    small = 1 if device.type == "cuda" else 16
-    for kind, sizes in (("small", SQUARE), ("of a 7B model", LAYERS)):
-        whole, tuning = dict[str, float](), dict[str, float]()
-        for who, more in (*((("nobody", 0),) if kind == "small" else ()), ("alone", 64), ("all", 128)):
-            given = [((m + more) // small, k // small, n // small) for m, k, n in sizes[: 2 if more == 0 else 6]]
-            args = [torch.randn(s, device=device, dtype=torch.bfloat16) for m, k, n in given for s in ((m, k), (k, n))]
+    small, kept = 1 if device.type == "cuda" else 16, share.sharing
+    whole, tuning, spent = dict[str, float](), dict[str, float](), dict[str, Any]()
+    for who, more, count in (("nobody", 0, warm), ("alone", 64, 6), ("all", 128, 6))[warm == 0 :]:
+        given = [((m + rows + more) // small, k // small, n // small) for m, k, n in sizes[:count]]
+        args = [torch.randn(s, device=device, dtype=torch.bfloat16) for m, k, n in given for s in ((m, k), (k, n))]
 
-            def fn(*args: Any) -> Any:
-                return [(x @ w).relu() for x, w in zip(args[::2], args[1::2], strict=True)]
+        def fn(*args: Any) -> Any:
+            return [(x @ w).relu() for x, w in zip(args[::2], args[1::2], strict=True)]
 
-            kept = share.sharing
-            if who != "all":
-                share.sharing = lambda: None
-            dist.barrier()
-            begun, mine = time.perf_counter(), 0.0
-            if who != "alone" or rank == 0:
-                e = reflib.explain(fn, *args, autotune="blocking", cache_decisions=False, dynamic=False)
-                mine = sum(x.seconds for x in e.timeline if x.kind == "stage" and x.name == "autotune")
-            tuning[who] = -agreed(-mine, device)
-            sync(device)
-            share.sharing, whole[who] = kept, time.perf_counter() - begun
-        for what, s in (("compiled", whole), ("tuned", tuning)):
-            ratio = s["all"] / max(s["alone"], 1e-9)
-            say(f"six products {kind}", what_s=what, **{k: round(v, 2) for k, v in s.items()}, ratio=round(ratio, 2))
+        if who != "all":
+            share.sharing = lambda: None
+        dist.barrier()
+        begun, mine = time.perf_counter(), 0.0
+        if who != "alone" or rank == 0:
+            e = reflib.explain(fn, *args, autotune="blocking", cache_decisions=False, dynamic=False)
+            mine = sum(x.seconds for x in e.timeline if x.kind == "stage" and x.name == "autotune")
+            kinds = [(x.name if x.kind == "stage" else x.kind, x.seconds) for x in e.timeline]
+            spent[who] = {k: round(sum(s for n, s in kinds if n == k), 1) for k in sorted({n for n, _ in kinds})}
+        tuning[who] = -agreed(-mine, device)
+        sync(device)
+        share.sharing, whole[who] = kept, time.perf_counter() - begun
+    for what, s in (("compiled", whole), ("decided", tuning)):
+        ratio = round(s["all"] / max(s["alone"], 1e-9), 2)
+        say(f"six products {kind}", until=what, **{k: round(v, 2) for k, v in s.items()}, ratio=ratio)
+    say(f"six products {kind}", seconds_of_the_first_rank=spent)
 
 
 def fused(scatters: bool, x: Any, w: Any) -> dict[str, Callable[[], Any]]:
