@@ -247,10 +247,11 @@ def six(say: Say, rank: int, size: int, device: torch.device) -> None:
 
     cores = sorted(os.sched_getaffinity(0))
     tuned_by_one_and_all(say, rank, device, SQUARE, "small", 2)
-    tuned_by_one_and_all(say, rank, device, LAYERS, "of a 7B model", 0)
     pool().close()
-    os.sched_setaffinity(0, cores[rank::size])
+    os.sched_setaffinity(0, cores[rank::size] or cores)
     tuned_by_one_and_all(say, rank, device, SQUARE, "small, cores shared out", 2, 256)
+    tuned_by_one_and_all(say, rank, device, LAYERS, "of a 7B model, cores shared out", 0)
+    pool().close()
     os.sched_setaffinity(0, cores)
 
 
