@@ -183,21 +183,20 @@ def last_uses(program: Program) -> dict[str, int]:
 
 def escaping(program: Program) -> set[str]:
     """Buffers whose storage may be visible after their last use: passed to, or returned by, a call whose results may
-    alias its arguments. (Not if an op's results are dropped, as by a call in place.)"""
+    alias its arguments."""
     out: set[str] = set()
     for node in walk(program.nodes):
-        if isinstance(node, Extern) and may_alias(node.target):
-            dropped = isinstance(node.target, torch._ops.OpOverload) and set(node.outputs) == {None}
-            out |= set() if dropped else {*node.reads(), *node.writes()}
+        if isinstance(node, Extern) and may_alias(node.target, node.outputs):
+            out |= {*node.reads(), *node.writes()}
     return out
 
 
-def may_alias(target: object) -> bool:
-    """May a result of ``target`` share storage with an argument? Its schema says; without one, yes."""
+def may_alias(target: object, outputs: tuple[object, ...] = ()) -> bool:
+    """May a result of ``target`` share storage with an argument? Its schema says; without one, yes. (None: dropped.)"""
     schema = getattr(target, "_schema", None)
     if schema is None or isinstance(target, torch._ops.HigherOrderOperator):
         return True
-    return any(r.alias_info is not None for r in schema.returns)
+    return set(outputs) != {None} and any(r.alias_info is not None for r in schema.returns)
 
 
 def can_overwrite(node: Variants, dead: str, new: str) -> bool:
