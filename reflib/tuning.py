@@ -52,6 +52,7 @@ def launches(s: Stages) -> Chosen:
     if not offers:
         return s.scheduled, s.decisions
     with _how(s) as tuning:
+        tuning.together = CHOOSE["together"]
         return decide_launches(s.scheduled, s.decisions, offers, new_work(s.options, s.target_of, build, {}, tuning))
 
 

@@ -4,6 +4,7 @@ import os
 import tempfile
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -393,10 +394,12 @@ def by_product(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-def share() -> Any:
-    """(sizes, winner, reason) of two choices."""
+def share(other: bool = False) -> Any:
+    """(winner, reason) of two choices, twice. ``other``: the last rank has another device."""
     import reflib
+    from reflib.autotune import circumstances
 
+    own, last = circumstances.device_model, rank() == dist.get_world_size() - 1
     os.environ["REFLIB_CACHE_DIR"] = tempfile.mkdtemp()  # ranks of two hosts
     reflib.register_custom_op_autotuning(doubled, [by_product])
 
@@ -404,8 +407,9 @@ def share() -> Any:
         return doubled(x).sum(0), doubled(y).sum(0)
 
     options = {"autotune": "blocking", "cache_decisions": True}
-    found = reflib.explain(fn, torch.ones(8, 4), torch.ones(16, 4), **options).decisions
-    again = reflib.explain(fn, torch.ones(8, 4), torch.ones(16, 4), **options).decisions
+    with mock.patch.object(circumstances, "device_model", (lambda device: "another") if other and last else own):
+        found = reflib.explain(fn, torch.ones(8, 4), torch.ones(16, 4), **options).decisions
+        again = reflib.explain(fn, torch.ones(8, 4), torch.ones(16, 4), **options).decisions
     return [[(d.winner, d.reason) for d in ds if "doubled" in d.op] for ds in (found, again)]
 
 

@@ -34,7 +34,7 @@ from ..logs import get as logger
 from ..options import Options
 from . import known
 from .known import Elsewhere
-from .points import Work, ask, outcome_of
+from .points import Work, ask_first, outcome_of, release
 from .question import Question, text_of
 from .ranges import Range
 from .roofline import rates
@@ -163,10 +163,13 @@ def decide_launches(
         elif not q.text:
             answers[name] = "it cannot be written as data"
         elif q.text not in work.begun:
-            ask(q.of_few(), work)
-    for name, q in asked.items():
-        if name not in answers:
-            answers[name] = _measured(q.of_few(), work)
+            ask_first(q.of_few(), work)
+    try:
+        for name, q in asked.items():
+            if name not in answers:
+                answers[name] = _measured(q.of_few(), work)
+    finally:
+        release(work)
     return _applied(program, decisions, asked, answers, options)
 
 

@@ -116,7 +116,14 @@ def begin(q: Question, work: Work) -> None:
         found = several["known"](q, found, work)
     if found is not None:
         work.known[q.text] = found
-    elif not work.tuning.known_only and (not several or talks(q, work) or several["claim"](q, work)):
+    elif not work.tuning.known_only:
+        ask_first(q, work)
+
+
+def ask_first(q: Question, work: Work) -> None:
+    """Send it to be measured, unless another process is to do it."""
+    several = work.tuning.together
+    if not several or talks(q, work) or several["claim"](q, work):
         ask(q, work)
 
 

@@ -7,7 +7,8 @@ forms, and only these are looked for, whatever the op was::
             ``as_strided_scatter``), calls that are given ``new`` to write to (a custom op that mutates its arguments),
             or loops that carry it and update it in place
     slice   new[e] = v if e in slice else old[e]                       (``slices.Write``)
-    call    new = op(old, ...) of an op of ATen that has a form op_(old, ...) which writes to ``old``
+    call    new = op(old, ...) of an op of PyTorch's that has a form op_(old, ...) which writes to ``old``; a
+            collective, too: its functional form communicates in a copy
     each    new[e] = f(old[e], ...) for every element
     same    new[e] = old[e] for every element, where ``old`` was made by a call or is carried by a loop (a body may not
             update what it carries: it clones it first)
@@ -28,6 +29,8 @@ from ..ir.regions import Region
 from .dependencies import Dependencies
 from .places import element, linear_view, moved, plain, slice_points
 from .slices import Write, find_write, whole_copy, whole_dimensions
+
+OWN = ("aten", "_c10d_functional")  # PyTorch's, where op_ is op in place
 
 
 @dataclass(eq=False)
@@ -99,8 +102,9 @@ def _call(program: Program, d: Dependencies, position: int, node: Extern) -> Upd
         return None
     b, old = program.buffers[new], program.buffers[first.buffer]
     same = (first.shape, first.dtype, old.dtype, old.device) == (b.shape, b.dtype, b.dtype, b.device)
+    same = same and (op.namespace == "aten" or first.strides == b.strides)  # (a collective takes no others)
     others = sum(v.buffer == first.buffer for v in iter_views((node.args, node.kwargs))) == 1
-    if not same or not others or d.writers[new] != [position]:
+    if not same or not others or d.writers[new][0] != position:  # (what a collective makes, its wait writes again)
         return None
     return Update("call", position, position, first, new, node)
 
@@ -108,9 +112,9 @@ def _call(program: Program, d: Dependencies, position: int, node: Extern) -> Upd
 def in_place_form(op: object) -> torch._ops.OpOverload | None:
     """``index_add_.default`` of ``index_add.default``: the same arguments, of which the first is written to and
     returned."""
-    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or op._schema.is_mutable:
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace not in OWN or op._schema.is_mutable:
         return None
-    packet = getattr(torch.ops.aten, op._schema.name.partition("::")[2] + "_", None)
+    packet = getattr(getattr(torch.ops, op.namespace), op._schema.name.partition("::")[2] + "_", None)
     form = getattr(packet, op._overloadname, None)
     if form is None or torch.Tag.nondeterministic_seeded in op.tags:
         return None

@@ -1,7 +1,8 @@
 """Making the Choice of an op that has registered implementations (:mod:`~reflib.lower.custom_ops`).
 
-The first variant is the op itself, called. Every implementation is traced and lowered over the same buffers
-(:mod:`~reflib.lower.subgraph`); one that cannot be used is a line in ``Choice.failed``; the others are not affected.
+The first variant is the op itself, called (or taken apart). Every implementation is traced and lowered over the same
+buffers (:mod:`~reflib.lower.subgraph`); one that cannot be used is a line in ``Choice.failed``; the others are not
+affected.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,6 +33,8 @@ Failed = tuple[tuple[str, str, str], ...]
 
 # Ops whose own rule makes a Choice (of ATen and templates) that registered implementations join.
 JOINED = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+# Our own ops, by name, whose rule makes calls that do what the op does: these are the first variant.
+TAKEN_APART: set[str] = set()
 
 
 def call(cx: LoweringContext, target: Any, args: Any, kwargs: dict[str, Any], usual: Callable[[], Any]) -> Any:
@@ -48,9 +51,11 @@ def call(cx: LoweringContext, target: Any, args: Any, kwargs: dict[str, Any], us
     if cx.low.options.autotune == "off":
         custom_ops.warn_not_tried(r, _OFF)
         return usual()
-    value = usual() if target in JOINED else extern(cx, target, args, kwargs, "the eager op")
-    node = cx.low.nodes[-1]
-    why_not = _not_a_choice(node)
+    before, apart = len(cx.low.nodes), str(target) in TAKEN_APART
+    value = usual() if apart or target in JOINED else extern(cx, target, args, kwargs, "the eager op")
+    parts = cx.low.nodes[before:] if apart else cx.low.nodes[-1:]
+    node = parts[0]
+    why_not = "" if apart else _not_a_choice(node)
     if why_not:
         logs.get("autotune").info("%s: its implementations are not tried: %s", r.name, why_not)
         return value
@@ -60,11 +65,11 @@ def call(cx: LoweringContext, target: Any, args: Any, kwargs: dict[str, Any], us
     configs = _configs(cx, target, r, given, tops)
     assert isinstance(node, (Choice, Extern))
     outputs = [full_view(cx.low.buffers[o]) if isinstance(o, str) else None for o in node.outputs]
-    del cx.low.nodes[-1]
+    del cx.low.nodes[-len(parts) :]
     taken = {a.name for a in node.variants} if isinstance(node, Choice) else {"eager"}
     more, failed = variants(cx, target, configs, given, outputs, taken, points=tops)
     if isinstance(node, Extern):
-        first = (Variant("eager", (node,)),)
+        first = (Variant("eager", tuple(parts)),)
         node = Choice(node.name, r.name, tuple(o for o in node.outputs if o), first, origins=node.origins)
     cx.low.nodes.append(
         replace(

@@ -186,17 +186,17 @@ def escaping(program: Program) -> set[str]:
     alias its arguments."""
     out: set[str] = set()
     for node in walk(program.nodes):
-        if isinstance(node, Extern) and may_alias(node.target):
+        if isinstance(node, Extern) and may_alias(node.target, node.outputs):
             out |= {*node.reads(), *node.writes()}
     return out
 
 
-def may_alias(target: object) -> bool:
-    """May a result of ``target`` share storage with an argument? Its schema says; without one, yes."""
+def may_alias(target: object, outputs: tuple[object, ...] = ()) -> bool:
+    """May a result of ``target`` share storage with an argument? Its schema says; without one, yes. (None: dropped.)"""
     schema = getattr(target, "_schema", None)
     if schema is None or isinstance(target, torch._ops.HigherOrderOperator):
         return True
-    return any(r.alias_info is not None for r in schema.returns)
+    return set(outputs) != {None} and any(r.alias_info is not None for r in schema.returns)
 
 
 def can_overwrite(node: Variants, dead: str, new: str) -> bool:

@@ -61,12 +61,13 @@ def by_group(program: Program) -> dict[str, list[str]]:
 
 
 def _text(x: Extern, program: Program) -> str:
-    """The op, how it reduces, sizes as traced (of an all-to-all they are each rank's own), and the user's line."""
+    """The op (in place or not: others cannot tell), how it reduces, sizes as traced (of an all-to-all they are each
+    rank's own), and the user's line."""
     plain = [str(a) for a in (*x.args, *dict(x.kwargs).values()) if isinstance(a, (int, str)) and a != group_of(x)]
     own = "all_to_all" in str(x.target)
     views = [_size(v, own) for v in iter_views((x.args, x.kwargs))]
     where = f" at {x.origins[0].source}" if x.origins and x.origins[0].source else ""
-    return f"{x.target}({', '.join([*views, *plain])}){where}"
+    return f"{str(x.target).replace('_.', '.')}({', '.join([*views, *plain])}){where}"
 
 
 def _what(text: str) -> str:

@@ -4,7 +4,8 @@ all ranks at once (``tune``); else the first runs, which is the process group's 
 ========================  =======================  ============================================================
 op                        eager                    candidates
 ========================  =======================  ============================================================
-all_reduce                the group's all-reduce   one-shot and two-shot over symmetric storage (``reduce``)
+all_reduce                the group's all-reduce   one-shot and two-shot over symmetric storage (``reduce``), of what
+                                                   fits there: in pieces they lose to the group's, in place
 all_gather_matmul         gather, then multiply    in ``chunks``: one is multiplied while the next is gathered;
                                                    over storage: a rank's rows while the next rank's are copied
 matmul_reduce_scatter     multiply, then scatter   in ``chunks``: one is scattered while the next is multiplied;
@@ -27,9 +28,13 @@ from typing import Any
 
 import torch
 
+from ..lower.candidates import TAKEN_APART
 from ..lower.custom_ops import CustomOpConfig, register_custom_op_autotuning
+from ..lower.rules import RULES
+from .collectives import all_reduced
 from .products import GATHER_PRODUCT, PRODUCT_SCATTER
 from .reduce import REDUCE, SCATTER
+from .symmetric import BYTES, DTYPES, HOW
 
 CHUNKS = (2, 4)
 c = torch.ops._c10d_functional
@@ -38,15 +43,16 @@ _library = torch.library.Library("reflib", "FRAGMENT")
 
 def _op(
     name: str, schema: str, eager: Callable[..., Any], fake: Callable[..., Any], backward: Callable[..., Any],
-    configs: list[Any],
+    configs: list[Any] | None, generator: Callable[..., Any] | None = None, least: float = 1.0,
 ) -> Any:  # fmt: skip
-    """``backward``: (context, gradient); the context has the op's ``args``."""
+    """``backward``: (context, gradient); the context has the op's ``args``. ``least``: how many times as fast as the
+    eager op another candidate must be."""
     _library.define(f"{name}{schema}")
     _library.impl(name, eager, "CompositeExplicitAutograd")
     torch.library.register_fake(f"reflib::{name}", fake, lib=_library)
     torch.library.register_autograd(f"reflib::{name}", backward, setup_context=_keep, lib=_library)
     op = getattr(torch.ops.reflib, name).default
-    register_custom_op_autotuning(op, configs)
+    register_custom_op_autotuning(op, configs, generator, min_speedup_threshold=least)
     return op
 
 
@@ -70,6 +76,12 @@ def in_storage(x: Any, group_name: str, how: str) -> Any:
     return REDUCE(x, how, group_name)
 
 
+def _ways(given: dict[str, Any]) -> list[Any]:
+    x = given["x"]
+    fits = x.nbytes <= BYTES.get(x.device.type, 0) // 2
+    return [CustomOpConfig(in_storage, how=how) for how in HOW] if fits and x.dtype in DTYPES else []
+
+
 def _all_reduce_backward(ctx: Any, grad: Any) -> Any:
     return all_reduce(grad, ctx.group_name), None
 
@@ -80,8 +92,12 @@ all_reduce = _op(
     by_the_group,
     lambda x, group_name: torch.empty_like(x, memory_format=torch.contiguous_format),
     _all_reduce_backward,
-    [CustomOpConfig(in_storage, how="one_shot"), CustomOpConfig(in_storage, how="two_shot")],
+    None,
+    _ways,
+    1.15,  # what is measured alone keeps its argument, so the group's has a copy in, which in a program mostly goes
 )
+RULES[str(all_reduce)] = all_reduced
+TAKEN_APART.add(str(all_reduce))
 
 
 # -- all ranks' rows of x, multiplied with w ----------------------------------------------------------------

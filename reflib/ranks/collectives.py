@@ -5,7 +5,9 @@ program has two calls, and what stands between them runs while data moves. Three
 
 * **Storage.** Until the wait, the collective may read its arguments and write its results. The wait is therefore a
   call that *writes* the result, in place, and *reads* the arguments (``reflib::wait``; its schema says so). All that
-  orders nodes or reuses storage goes by these, and so leaves both alone: fusion, updates in place, the plan.
+  orders nodes or reuses storage goes by these, and so leaves both alone: fusion, updates in place, the plan. An
+  all-reduce or a broadcast copies its argument first, which is free then; where that is not needed any more,
+  ``fuse.in_place`` drops the copy, and the same memory holds the result.
 * **Order.** All ranks must start the same collectives in the same order. Each start is an effect, as a random op is:
   effects keep the order of the graph, whatever is fused, chosen or moved around them.
 * **Overlap.** A list scheduler (``overlapped``) starts each collective as soon as its arguments are there, and takes a
@@ -31,6 +33,7 @@ from torch.utils import _pytree as pytree
 
 from ..fuse.dependencies import dependencies, inside
 from ..fuse.result import Fused
+from ..fuse.updates import in_place_form
 from ..ir.program import Extern, Node, Program, View, iter_views
 from ..ir.regions import Region
 from ..lower.context import LoweringContext, contiguous_strides
@@ -98,14 +101,24 @@ def wait(cx: LoweringContext, result: View) -> View:
     if made is None:
         nodes.append(_wait_for(cx, result, None))
     else:
-        held = set(nodes[made].reads())
+        w = _wait_for(cx, result, nodes[made])
+        held = {v.buffer for v in iter_views(w.args[1])}
         writes = (i for i, n in enumerate(nodes) if i > made and held.intersection(n.writes()))
-        nodes.insert(next(writes, len(nodes)), _wait_for(cx, result, nodes[made]))
+        nodes.insert(next(writes, len(nodes)), w)
     return _laid_out(cx, result, cx.fake)
 
 
+def all_reduced(cx: LoweringContext, x: View, group_name: str) -> View:
+    """The sum over ranks of ``x``, contiguous: a collective, and its wait."""
+    args = (x, "sum", group_name)
+    value = extern(cx, torch.ops._c10d_functional.all_reduce.default, args, {}, "communicates", effect=True)
+    cx.low.nodes.append(_wait_for(cx, value, cx.low.nodes[-1]))
+    return value
+
+
 def _wait_for(cx: LoweringContext, result: View, call: Any, more: int = 0) -> Extern:
-    held = [] if call is None else list(iter_views((call.args, call.kwargs)))
+    copies = call is None or in_place_form(call.target) is not None
+    held = [] if copies else list(iter_views((call.args, call.kwargs)))
     name = cx.low.next_node() + (f"_{more}" if more else "")
     return Extern(name, WAIT, (result, held), (), (), (result.buffer,), reason="waits", origins=(cx.origin,))
 

@@ -276,7 +276,8 @@ def two_shot(
     meet(table, said, 1, False, RANK, WORLD, POLLS, FRONT)  # then none reads values any more
     for start in range(first, share, step):
         i = start + tl.arange(0, BLOCK)
-        for rank in tl.static_range(WORLD):
+        for other in tl.static_range(WORLD):  # (each rank begins with another one: none is asked by all at once)
+            rank = (RANK + other) % WORLD
             here = (i < share) & (i + rank * share < n)
             tl.store(out + rank * share + i, tl.load(_at(tl.load(table + rank) + where, out) + i, here), here)
     _took_turn(own, calls, WORLD)

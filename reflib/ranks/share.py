@@ -6,13 +6,13 @@ rank i modulo their number, which claims it at once and has it measured. When a 
 
 * it is there: it is taken, and kept in this rank's own table of decisions;
 * no rank has claimed it (another program, other devices, a rank that is late): this rank claims it and measures;
-* another rank measures it: this one polls, at growing intervals. A rank that measures counts its **beats** in the
-  store; one whose beats have stopped for STALE seconds has failed, and its claim is taken over. After
-  ``tuning_seconds`` this rank measures it too.
+* another rank measures it: this one polls, at intervals that grow with the number of ranks. A rank that measures counts
+  its **beats** in the store; one whose beats have stopped for STALE seconds has failed, and its claim is taken over.
+  After ``tuning_seconds`` this rank measures it too.
 
 No rank waits for one that does not come, and ranks need not run the same program. Claims are made by one atomic
 operation of the store (``compare_set``). The rules are generators of store requests, so that the simulation
-(``simulate``) runs the same with a thousand ranks and a clock of its own. How kernels are launched is not shared.
+(``simulate``) runs the same with a thousand ranks and a clock of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from ..autotune.store import Outcome
 from ..logs import get as logger
 from .meeting import store_of
 
-FIRST_PAUSE, LAST_PAUSE = 0.02, 1.0  # seconds between two requests of a rank that waits
+FIRST_PAUSE = 0.02  # seconds between two requests of a rank that waits; they grow
+MOST_REQUESTS = 1000  # per second, of all ranks together
 STALE, BEAT = 10.0, 1.0
 Requests = Generator[tuple[Any, ...], Any, Any]  # (what, ...): see ``Sharing.do``
 DONE = "done"
@@ -53,8 +54,8 @@ def released(me: int, key: str) -> Requests:
     yield "compare_set", f"{key}/claim", str(me), ""
 
 
-def settled(me: int, key: str, limit: float) -> Requests:
-    """The outcome; None: this rank is to measure."""
+def settled(me: int, size: int, key: str, limit: float) -> Requests:
+    """The outcome; None: this one of ``size`` ranks is to measure."""
     pause, heard, beats = FIRST_PAUSE, (yield ("now",)), -1
     last = heard + limit
     while True:
@@ -71,7 +72,7 @@ def settled(me: int, key: str, limit: float) -> Requests:
             elif now - heard > STALE and (yield "compare_set", f"{key}/claim", owner, str(me)) == str(me):
                 return None
         yield "sleep", pause
-        pause = min(2 * pause, LAST_PAUSE)
+        pause = min(2 * pause, max(FIRST_PAUSE, size / MOST_REQUESTS))
 
 
 # -- in this process --------------------------------------------------------------------------------------
@@ -161,7 +162,7 @@ def settle(q: Any, work: Any) -> Outcome | None:
         return None
     key = _key(q)
     try:
-        found = s.run(settled(s.rank, key, work.options.tuning_seconds))
+        found = s.run(settled(s.rank, s.size, key, work.options.tuning_seconds))
         if found is not None:
             outcome = Outcome.from_data(json.loads(found))
             if work.tuning.store is not None and any(r.time_us for r in outcome.rows):

@@ -56,7 +56,7 @@ def tuned(me: int, size: int, questions: int, limit: float) -> Requests:
             mine.add(i)
     for i in range(questions):
         if i not in mine:
-            if (yield from settled(me, str(i), limit)) is not None:
+            if (yield from settled(me, size, str(i), limit)) is not None:
                 continue
             yield "start", i
         yield "finish", i

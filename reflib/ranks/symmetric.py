@@ -20,8 +20,9 @@ tensor. Where a rank can read another's memory, a kernel reads the others' value
   may reuse it once the call has returned, and needs to know nothing of other ranks. As offsets are said in each
   exchange, ranks need not have compiled the same: one may read where it is planned, and another have it copied in.
 * **Faults.** What ranks say is compared: another op, size or dtype is an error on all. A rank that fails in an exchange
-  says so, a process that has ended loses its lock on the file, and one that does not come within the process group's
-  time limit is named. After any of these the storage is not used again: every exchange is the same error.
+  says so (on a GPU it does not: the others' calls end at the limit), a process that has ended loses its lock on the
+  file, and one that does not come within the process group's time limit is named. After any of these the storage is not
+  used again: every exchange is the same error.
 
 On a CPU it is a file in memory that the ranks of one host map (``_Mapped``); it has no name as soon as all have it. On
 a GPU it is PyTorch's symmetric memory (``_Device``), without multicast; an exchange is one kernel there (``kernels``),
@@ -131,8 +132,8 @@ class Storage:
             raise
 
     def most(self, how: str, x: torch.Tensor) -> int:
-        """How many elements of flat ``x`` an exchange takes."""
-        return max(1, x.numel()) if self.offset(x) is not None else (self.sums - self.copied) // x.element_size()
+        """How many elements of flat ``x`` an exchange takes: the same on all ranks, wherever ``x`` lies."""
+        return (self.sums - self.copied) // x.element_size()
 
     def begin(self, at: int, said: tuple[int, ...]) -> list[int]:
         """Say where this rank's values lie; when all have said it: where theirs do."""

@@ -212,6 +212,8 @@ def _group(choice: Choice) -> Any:
 
 def _stays(q: Any, work: Any) -> str:
     """Why nothing is measured; the same on all ranks."""
+    if len(q.candidates) < 2:
+        return "there is no other candidate"
     if len(groups_of(q.choice)) > 1:
         return "its candidates communicate over several process groups"
     if not work.options.isolate:

@@ -7,7 +7,8 @@ result, written at once. Exit code: 1 where something is wrong or a part did not
 
 * ``storage``: sums over symmetric storage at random sizes and dtypes, in calls that follow each other closely, in CUDA
   graphs with other calls between replays, and in compiled programs, which have their buffers there
-* ``times``: 1 KB to 256 MB, one-shot and two-shot, in place and copied in, beside NCCL and PyTorch's ``symm_mem`` ops
+* ``times``: 1 KB to 1 GB, one-shot and two-shot, in place and copied in, beside NCCL and PyTorch's ``symm_mem`` ops;
+  what is compiled where storage has no room
 * ``collectives``: functional collectives compiled, under both wrappers
 * ``train``: DDP, FSDP2 and DTensor (tensor parallel) as in eager
 * ``launches``: of the kernels over storage, several
@@ -119,9 +120,9 @@ def times(say: Say, rank: int, size: int, device: torch.device) -> None:
     from reflib.ranks.symmetric import HOW
     from reflib.ranks.symmetric import storage as storage_of
 
-    most = 256 * MB if device.type == "cuda" else MB
+    most = 1024 * MB if device.type == "cuda" else 16 * MB
     planned = storage_of(GROUP, device).copied
-    sizes = [KB << i for i in range(0, 19, 2) if KB << i <= most]
+    sizes = [KB << i for i in range(0, 21, 2) if KB << i <= most]
     for nbytes in sizes:
         n = nbytes // 2
         x = torch.zeros(n, dtype=torch.bfloat16, device=device)
@@ -134,10 +135,23 @@ def times(say: Say, rank: int, size: int, device: torch.device) -> None:
             ways[f"{how}, copied"] = partial(REDUCE, x, how, GROUP)
             if there is not None:
                 ways[f"{how}, in place"] = partial(REDUCE, there, how, GROUP)
+        if nbytes > planned:
+            ways["compiled: chosen without measuring, in place"] = partial(chosen(), x)
         if device.type == "cuda":
             ways |= peers(n, device)
         calls = 1 if device.type == "cpu" else 20 if nbytes <= MB else 5 if nbytes < 256 * MB else 2
         attempt(say, "times", partial(race, ways, device, calls), bytes=nbytes)
+
+
+def chosen() -> Callable[..., Any]:
+    """reflib's op in a program that does not need its argument any more."""
+    from reflib.ranks import candidates
+
+    torch._dynamo.reset()
+    options = {"autotune": "blocking", "cache_decisions": False}
+    return torch.compile(
+        lambda x: x.copy_(candidates.all_reduce(x, GROUP)), backend="reflib", options=options, dynamic=False
+    )
 
 
 def launches(say: Say, rank: int, size: int, device: torch.device) -> None:
@@ -218,32 +232,60 @@ def one_layer(size: int, device: torch.device, fns: dict[str, Any], m: int, k: i
     return {**race(ways, device, 5 if device.type == "cuda" else 1), "wrong": wrong}
 
 
+SQUARE = [(1024 + 256 * i, 1024 + 256 * i, 2048 + 128 * i) for i in range(6)]  # rows, and sizes of a layer
+LAYERS = [
+    (4096, k, n) for k, n in ((4096, 12288), (4096, 4096), (4096, 22016), (11008, 4096), (4096, 32000), (4096, 512))
+]
+
+
 def six(say: Say, rank: int, size: int, device: torch.device) -> None:
-    """Seconds until all ranks have the decisions for six products: the first rank alone, then all, each on other sizes:
-    what compilers or libraries set up once is not counted."""
+    """Seconds until all ranks have compiled six products, and of these, until they have the decisions (the stage
+    ``autotune``): the first rank alone, then all, each for other numbers of rows. What compilers or libraries set up
+    once is not counted. Twice: one rank may use all cores, as processes of one host do; each has its share of them, as
+    launchers bind processes, or ranks of several hosts have."""
+    from reflib.autotune.pool import pool
+
+    cores = sorted(os.sched_getaffinity(0))
+    tuned_by_one_and_all(say, rank, device, SQUARE, "small", 2)
+    pool().close()
+    os.sched_setaffinity(0, cores[rank::size] or cores)
+    tuned_by_one_and_all(say, rank, device, SQUARE, "small, cores shared out", 2, 256)
+    tuned_by_one_and_all(say, rank, device, LAYERS, "of a 7B model, cores shared out", 0)
+    pool().close()
+    os.sched_setaffinity(0, cores)
+
+
+def tuned_by_one_and_all(
+    say: Say, rank: int, device: torch.device, sizes: Any, kind: str, warm: int, rows: int = 0
+) -> None:
     import reflib
     from reflib.ranks import share
 
-    small = 1 if device.type == "cuda" else 16
-    took = {}
-    for who, more in (("nobody", 0), ("alone", 64), ("all", 128)):
-        pairs = [((1024 + 256 * i + more) // small, (2048 + 128 * i) // small) for i in range(2 if more == 0 else 6)]
-        args = [torch.randn(s, device=device, dtype=torch.bfloat16) for m, n in pairs for s in ((m, m), (m, n))]
+    small, kept = 1 if device.type == "cuda" else 16, share.sharing
+    whole, tuning, spent = dict[str, float](), dict[str, float](), dict[str, Any]()
+    for who, more, count in (("nobody", 0, warm), ("alone", 64, 6), ("all", 128, 6))[warm == 0 :]:
+        given = [((m + rows + more) // small, k // small, n // small) for m, k, n in sizes[:count]]
+        args = [torch.randn(s, device=device, dtype=torch.bfloat16) for m, k, n in given for s in ((m, k), (k, n))]
 
         def fn(*args: Any) -> Any:
             return [(x @ w).relu() for x, w in zip(args[::2], args[1::2], strict=True)]
 
-        kept = share.sharing
         if who != "all":
             share.sharing = lambda: None
         dist.barrier()
-        begun = time.perf_counter()
+        begun, mine = time.perf_counter(), 0.0
         if who != "alone" or rank == 0:
-            reflib.explain(fn, *args, autotune="blocking", cache_decisions=False, dynamic=False)
-        dist.barrier()
+            e = reflib.explain(fn, *args, autotune="blocking", cache_decisions=False, dynamic=False)
+            mine = sum(x.seconds for x in e.timeline if x.kind == "stage" and x.name == "autotune")
+            kinds = [(x.name if x.kind == "stage" else x.kind, x.seconds) for x in e.timeline]
+            spent[who] = {k: round(sum(s for n, s in kinds if n == k), 1) for k in sorted({n for n, _ in kinds})}
+        tuning[who] = -agreed(-mine, device)
         sync(device)
-        share.sharing, took[who] = kept, round(time.perf_counter() - begun, 2)
-    say("six products", alone_s=took["alone"], together_s=took["all"], ratio=round(took["all"] / took["alone"], 2))
+        share.sharing, whole[who] = kept, time.perf_counter() - begun
+    for what, s in (("compiled", whole), ("decided", tuning)):
+        ratio = round(s["all"] / max(s["alone"], 1e-9), 2)
+        say(f"six products {kind}", until=what, **{k: round(v, 2) for k, v in s.items()}, ratio=ratio)
+    say(f"six products {kind}", seconds_of_the_first_rank=spent)
 
 
 def fused(scatters: bool, x: Any, w: Any) -> dict[str, Callable[[], Any]]:

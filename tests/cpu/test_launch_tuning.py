@@ -31,6 +31,7 @@ from reflib.observe.decisions import Decisions
 from reflib.options import Options
 from reflib.package import archive, manifest
 from reflib.pipeline import Stages, advance, run
+from reflib.ranks import share
 from reflib.schedule import configs
 from reflib.tables import _say_once
 from reflib.timeline import Event
@@ -121,6 +122,21 @@ def test_equal_work_is_measured_once(measured: Asked) -> None:
     assert [("equal kernel" in d.reason) for d in s.decisions] == [False, True, False]
     one, two, _ = s.decisions
     assert one.config == two.config and one.op == two.op and one.sizes != two.sizes
+
+
+def test_a_launch_is_measured_by_one_rank_for_all(measured: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """(The second rank is late: the first has measured both by then.)"""
+    here = torch.distributed.HashStore()
+    monkeypatch.setattr(share, "store_of", lambda group: here)
+    found = []
+    for rank in range(2):
+        group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2)
+        monkeypatch.setattr(share, "sharing", lambda s=share.Sharing(group): s)
+        found.append(compiled(lambda x, y: (torch.softmax(x, -1), torch.softmax(y, -1)), ROWS, half(20000, 999)))
+        assert len(measured) == 2 and not share.sharing().mine  # type: ignore[union-attr]
+    first, second = ([(d.config, "measured by rank 0 for all" in d.reason) for d in s.decisions] for s in found)
+    assert [c for c, _ in first] == [c for c, _ in second]
+    assert [told for _, told in (*first, *second)] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("pair", [(torch.exp, torch.log), (torch.sin, torch.cos)])

@@ -103,7 +103,7 @@ def test_what_all_read_is_planned_into_storage(two: Ranks, wrapper: str, arena: 
 
 
 def test_ranks_may_have_planned_differently(two: Ranks) -> None:
-    assert two.run(tasks.planned_apart) == [[True, True]] * 2
+    assert two.run(tasks.planned_apart) == [[True] * 3] * 2
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
