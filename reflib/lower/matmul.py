@@ -20,7 +20,7 @@ from reflib.ir.expr import Expr, Var, expr
 from reflib.ir.loops import Acc, Axis, LoopNest
 from reflib.ir.program import Choice, Extern, Template, Variant, View, iter_views
 
-from . import misaligned, padding
+from . import padding
 from .body import NestBuilder, Value
 from .context import LoweringContext
 from .extern import extern
@@ -65,8 +65,7 @@ def _product(cx: LoweringContext, target: Any, a: View, b: View, args: tuple[Vie
     tensor_cores = gpu and (cx.dtype in HALVES or float32_precision() == "tf32")
     padded = padding.padded_sizes(cx, a, b, args[0] if len(args) == 3 else None) if tensor_cores else None
     if padded is not None and low.options.autotune == "off":
-        whole = misaligned.unpadded_product(cx, target, args, scale)
-        return padding.padded_product(cx, target, args, scale, padded) if whole is None else whole
+        return padding.padded_product(cx, target, args, scale, padded)
     value = extern(cx, target, args, scale, _PLAIN)
     default = low.nodes.pop()
     assert isinstance(default, Extern)

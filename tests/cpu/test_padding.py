@@ -10,7 +10,7 @@ import torch
 import reflib
 from reflib.ir.interpret import interpret
 from reflib.ir.program import Extern, Program
-from reflib.lower import matmul, misaligned, padding
+from reflib.lower import matmul, padding
 from reflib.lower.context import LoweringContext
 from tests.choices import GPU, choices, program_of, with_variant
 from tests.semantics import Compiled
@@ -29,7 +29,7 @@ def products(program: Program) -> list[Extern]:
 
 
 def is_padded(program: Program) -> bool:
-    return any("padded" in n.reason or "aligned rows" in n.reason for n in products(program))
+    return any("padded" in n.reason for n in products(program))
 
 
 def check(fn, args, **options) -> Program:
@@ -232,54 +232,3 @@ def test_run_and_differentiated(wrapper: str) -> None:
         for a, b in zip(want, got, strict=True):
             assert a.stride() == b.stride()
             torch.testing.assert_close(b, a, rtol=2e-2, atol=2e-2)
-
-
-@pytest.fixture
-def large(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that is padded counts as large."""
-    for name, value in (("LARGE", -1), ("ROWS", 1)):
-        monkeypatch.setattr(misaligned, name, value)
-
-
-def in_place(program: Program) -> list[Extern]:
-    return [p for p in products(program) if "aligned rows" in p.reason]
-
-
-def assert_parts_aligned(program: Program) -> None:
-    for p in in_place(program):
-        for v in (*p.args[-2:], dict(p.kwargs)["out"]):
-            inner = -2 if v.strides[-2] == 1 and v.strides[-1] != 1 else -1
-            step = 16 // v.dtype.itemsize
-            assert v.offset.constant % step == 0 and v.strides[-1 - (inner == -1)].constant % step == 0
-            assert v.strides[inner] == 1
-
-
-@pytest.mark.usefixtures("large")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("bias", [0, 1, 2])
-def test_a_result_is_written_where_it_is(bias: int, dtype: torch.dtype) -> None:
-    """A head whose vocabulary is no multiple: rows that are aligned, and both edges."""
-    rng = random.Random(f"{dtype} {bias}")
-    for _ in range(5):
-        m, k, n = rng.randint(8, 30), rng.randrange(8, 33, 8), rng.choice([17, 18, 20, 30, 33, 43])
-        x, w = (torch.randint(-3, 4, s).to(dtype) for s in ((m, k), (n, k)))
-        b = [torch.randint(-3, 4, (n,) if bias == 1 else (1, n)).to(dtype)] * (bias > 0)
-        program = check(lambda x, w, *b: torch.addmm(*b, x, w.t()) if b else x @ w.t(), [x, w, *b])
-        assert len(in_place(program)) == min(m, 8 // math.gcd(n, 8)) + 2
-        assert_parts_aligned(program)
-        assert not in_place(check(lambda x, w: (x @ w.t()) * 2, [x, w]))  # a kernel reads the padded one
-
-
-@pytest.mark.usefixtures("as_on_a_gpu", "large")
-@pytest.mark.parametrize("wrapper", ["python", "cpp"])
-def test_run_where_it_is(wrapper: str) -> None:
-    """As above, written in place; not where a gradient of it would be padded."""
-    rng = random.Random(wrapper)
-    v, d, t = rng.randrange(17, 60, 2), rng.randrange(16, 60, 8), rng.randrange(16, 60, 8)
-    head = torch.nn.Linear(d, v).bfloat16()
-    x = torch.randn(t, d).bfloat16()
-    for trained in (False, True):
-        compiled = Compiled(head, wrapper=wrapper)
-        with torch.set_grad_enabled(trained):
-            torch.testing.assert_close(compiled(x), head(x), rtol=2e-2, atol=2e-2)
-        assert [bool(in_place(s.program)) for s in compiled.stages[:1]] == [not trained]
