@@ -158,7 +158,6 @@ PLUGS: dict[str, dict[str, str]] = {
         "mixed": "schedule.mixed:mixed",
         "sorts": "schedule.sorts:sorts",
     },
-    "schedule.SIDES": {"shared_work": "schedule.shared_work:sides"},
     "schedule.ADJUST": {"uneven": "schedule.uneven:adjust", "pressure": "schedule.pressure:relieve"},
     "generate.PARTS": {
         "looped": "generate.triton_one_pass:OnePassPrinter",

@@ -21,10 +21,7 @@ from ..ir.loops import Axis, Load, LoopNest, Reduce, Stmt, Store
 from ..ir.program import Buffer
 from ..ir.traffic import Access, accesses, cheapest_last, cost, cost_of_order
 from ..ir.transforms import drop_unit_axes, merge_axes, substitute
-from ..seams import Seam
 
-# More reasons for a tile: (LoopNest, order of the axes) -> (x, y) or None.
-SIDES = Seam("schedule.SIDES")
 TILE = 64  # points of a side
 MIN_TILE = 8  # a shorter side costs less read out of order than tiled
 WORTH = 0.8  # of the sectors: what is left must pay for going through shared memory
@@ -70,8 +67,6 @@ def layout(loops: LoopNest, buffers: Mapping[str, Buffer], tile: bool = True) ->
     if reduced or any(isinstance(s, Reduce) for s in loops.body):
         return _linear(loops, "reduction", x=parallel, r=reduced)
     sides = _tile_sides(loops, parallel, moved) if tile else None
-    if tile and sides is None:
-        sides = next((found for f in SIDES.values() if (found := f(loops, parallel)) is not None), None)
     if sides is None:
         return _linear(loops, "1d", x=parallel)
     x, y = sides

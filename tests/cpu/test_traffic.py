@@ -167,24 +167,6 @@ def test_rows_of_one_tensor_that_are_columns_of_another_are_read_in_squares(seed
     assert alone.xblock * 16 < alone.rblock  # type: ignore[attr-defined]
 
 
-def test_channels_share_the_work_of_their_place() -> None:
-    """Weights and positions of a sample are computed once for several channels."""
-
-    def sample(x, grid):
-        (u, v), total = ((grid[..., i] + 1) * 15.5 for i in range(2)), 0
-        for i in (0, 1):
-            for j in (0, 1):
-                a, b = u.floor() + i, v.floor() + j
-                weight = (1 - (u - a).abs()) * (1 - (v - b).abs())
-                at = a.long().clamp(0, 31) * 32 + b.long().clamp(0, 31)
-                total = total + x.gather(2, at[:, None].expand(-1, x.shape[1], -1)) * weight[:, None]
-        return total
-
-    ((_, config, _),) = spaces(sample, torch.empty(2, 24, 1024), torch.empty(2, 30000, 2))
-    assert dict(config.extras)["yblock"] >= 16  # type: ignore[attr-defined]
-    ((_, config, _),) = spaces(lambda x, w: x * (w + 1), torch.empty(20, 24, 640), torch.empty(640))
-    assert "yblock" not in dict(config.extras)  # type: ignore[attr-defined]
-
 
 def test_a_tile_with_a_short_side_is_long() -> None:
     """Programs of 256 points leave most of a multiprocessor's threads without work."""
