@@ -164,6 +164,12 @@ def shared_loads(body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
     return eliminate_dead(tuple(b.body))
 
 
+def joined(body: Sequence[Stmt], mask: int | None) -> int:
+    """Of how many masks ``shared_loads`` made this one: each of them holds in a part of the lanes."""
+    s = None if mask is None else body[mask]
+    return sum(joined(body, a) for a in s.args) if isinstance(s, Op) and s.op == "or" else 1
+
+
 def _by_position(body: Sequence[Stmt], mask: int) -> bool:
     return all(isinstance(body[i], (Index, Const, Op)) for i in needed(body, [mask]))
 

@@ -39,7 +39,7 @@ from ..ir.program import Extern, Node, Program
 from ..ir.transforms import divisions, needed, varying
 from ..options import Options
 from ..target import Target
-from .decided import Exprs, decided, held, narrowed, shared_loads, without_selects
+from .decided import Exprs, decided, held, joined, narrowed, shared_loads, without_selects
 from .dependencies import Dependencies, dependencies, remove_dead
 from .legality import Cluster, common_space, single
 from .mapping import strides_of
@@ -221,7 +221,8 @@ def _whole(p: Producer, work: _Work) -> tuple[Producer, list[Producer]]:
             q = work.producers[read := todo.pop()]
             if read in parts or work.calls[q.position] != work.calls[p.position] or size + len(q.loops.body) > most:
                 continue
-            if _alone(q, work.depends) and _moves_less(p.loops, q, work):
+            twice = _reads_positions(q.loops) and len(work.readers[read]) > 1  # under two masks, it would be two
+            if not twice and _alone(q, work.depends) and _moves_less(p.loops, q, work):
                 parts[read] = q
                 size += len(q.loops.body)
                 todo += [n for n in q.loops.reads() if n in work.near[q.position]]
@@ -390,7 +391,7 @@ def _cheap(loops: LoopNest, loads: list[Load], p: Producer) -> bool:
     points = loops.numel.hint() * loops.rnumel.hint()
     unmasked = len({s.index for s in loads if s.mask is None})
     masked = {(s.index, s.mask): s for s in loads if s.mask is not None}  # lanes that are masked off cost little
-    repeat: float = sum(max(1, points // _lanes(loops, s)) for s in masked.values())
+    repeat: float = sum(max(1, points // _lanes(loops, s)) * joined(loops.body, s.mask) for s in masked.values())
     repeat += unmasked * points / max(1, p.loops.numel.hint())
     work = [s for s in p.loops.body if isinstance(s, (Op, Indirect))]
     matrices = sum(len(s.index.variables()) > 1 or len(p.loops.axes) < 2 for s in p.loops.loads())

@@ -195,7 +195,9 @@ HELPERS = {
     "pow_half": '''
 def pow_half(x, y):
     """x ** y, of an x >= 0 or a y that is no integer: good to 3e-7 times its logarithm."""
-    p = tl.exp2(libdevice.fast_log2f(tl.abs(x)) * y)
+    small = tl.abs(x) < 1.1754944e-38  # the hardware's logarithm takes it for 0
+    z = tl.where(small, tl.abs(x) * 18446744073709551616.0, tl.abs(x))
+    p = tl.exp2((libdevice.fast_log2f(z) - tl.where(small, 64.0, 0.0)) * y)
     p = tl.where((x < 0.0) & (x > float("-inf")), float("nan"), p)
     return tl.where(x == 1.0, 1.0, p)
 ''',

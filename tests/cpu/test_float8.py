@@ -36,7 +36,7 @@ def hostile(rows: int, columns: int) -> torch.Tensor:
 
 def rows_scaled(dtype: torch.dtype) -> Callable[..., Any]:
     def fn(x):
-        scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-6) / torch.finfo(dtype).max
+        scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-6) * (1 / torch.finfo(dtype).max)
         return (x.float() / scale).to(dtype), scale
 
     return fn

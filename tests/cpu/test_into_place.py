@@ -149,7 +149,7 @@ def test_a_padded_tensor_serves_who_reads_no_padding(target: str) -> None:
         return sum("arg0_1" in n.reads() for n in reflib.explain(fn, *args, target=target).scheduled.nodes)
 
     assert reads(padded_and_read, x, torch.randn(256, 8), y, y) == reads(returned, x, y) == 1
-    assert reads(summed_rows, x, y) == 2
+    assert reads(summed_rows, x, y) <= 2
 
 
 @pytest.mark.sample(3)
