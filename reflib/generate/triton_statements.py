@@ -192,18 +192,21 @@ class StatementPrinter:
             parts.append("mask=" + " & ".join(masks))
         if conditional:
             parts.append(f"other={literal(s.other, s.dtype)}")
-        eviction = self._eviction(i, dims)
+        eviction = self._eviction(i, s.buffer, dims)
         if eviction:
             parts.append(f"eviction_policy='{eviction}'")
         return f"tl.load({', '.join(parts)})", dims
 
-    def _eviction(self, i: int, dims: Dims) -> str:
-        """Keep in cache what is read again (a later pass; a weight shared by all rows), let the rest stream through."""
+    def _eviction(self, i: int, buffer: str, dims: Dims) -> str:
+        """Keep in cache what is read again (a later pass; a weight shared by all rows), let stream through what is not:
+        neither a table nor a window, of which the same cache lines are read by the next loads."""
         if self.space.mode != "reduction" or "r" not in dims:
             return ""
         if i in self.reread or ("x" not in dims and self.space.x.size != 1):
             return "evict_last"
-        return "evict_first" if self.config.reduction == "looped" else ""
+        read = {s.index for s in self.space.body if isinstance(s, Load) and s.buffer == buffer}
+        once = len(read) == 1 and not any(isinstance(a, Ref) for e in read for a in e.atoms())
+        return "evict_first" if self.config.reduction == "looped" and once else ""
 
     def _store(self, s: Store) -> None:
         buffer, value = self.buffers[s.buffer], self.values[s.value]

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import reflib
 from reflib.ir.expr import Expr, Var, expr
@@ -167,9 +168,20 @@ def test_rows_of_one_tensor_that_are_columns_of_another_are_read_in_squares(seed
     assert alone.xblock * 16 < alone.rblock  # type: ignore[attr-defined]
 
 
-
 def test_a_tile_with_a_short_side_is_long() -> None:
     """Programs of 256 points leave most of a multiprocessor's threads without work."""
     packed, table = torch.empty(512, 640, dtype=torch.int32), torch.arange(8) * 4
     found = spaces(lambda x, t: ((x[:, :, None] >> t) & 15).to(torch.bfloat16).flatten(1), packed, table)
     assert [c.xblock * dict(c.extras).get("yblock", 1) for _, c, _ in found] == [2048]  # type: ignore[attr-defined]
+
+
+def test_what_is_read_again_stays_in_cache() -> None:
+    """Windows and tables: their lines are read by the next loads too. A row that is summed once streams through."""
+    x, at = torch.empty(32, 96, 128, 128), torch.empty(64, 100000, dtype=torch.int64)
+    functions = {
+        lambda x, at: F.avg_pool2d(x, 5, 1).mean(): False, lambda x, at: x.flatten()[at].sum(1): False,
+        lambda x, at: x.flatten(1).sum(1): True,
+    }  # fmt: skip
+    for fn, streams in functions.items():
+        sources = [k.source for k in reflib.explain(fn, x, at, target="sm_90").kernels]
+        assert any("range(" in s for s in sources) and streams == any("evict_first" in s for s in sources[:1])
