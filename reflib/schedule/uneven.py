@@ -59,7 +59,7 @@ def _squares(config: Config, t: Any, target: Target) -> Config | None:
     rows, length = x.size.hint(), r.size.hint()
     if config.reduction == "mixed" or t.passes > 1 or any(isinstance(i, Scan) for i in t.space.body):
         return None
-    if length < SQUARE or rows < SQUARE * target.units:
+    if length < SQUARE or 4 * rows < 3 * SQUARE * target.units:
         return None
     moved = accesses(t.space.body, t.buffers)
     now = cost(moved, {x: min(config.xblock, rows), r: min(config.rblock, length)})

@@ -164,6 +164,9 @@ def test_rows_of_one_tensor_that_are_columns_of_another_are_read_in_squares(seed
     x, y = torch.empty(n, rows, columns, dtype=torch.float16), torch.empty(n, columns, rows, dtype=torch.float16)
     space, config, _ = spaces(lambda x, y: (x - y.transpose(1, 2)).sum(1), x, y)[0]
     assert space.r is not None and min(config.xblock, config.rblock) >= 32  # type: ignore[attr-defined]
+    square = torch.empty(4096, 4096)  # 128 programs for 132 multiprocessors
+    _, config, _ = spaces(lambda x: (x - x.T).abs().sum(1), square)[0]
+    assert min(config.xblock, config.rblock) >= 32  # type: ignore[attr-defined]
     _, alone, _ = spaces(lambda x: x.sum(-1), x)[0]
     assert alone.xblock * 16 < alone.rblock  # type: ignore[attr-defined]
 
