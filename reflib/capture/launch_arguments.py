@@ -38,7 +38,7 @@ def taken(call: Callable[..., Any]) -> Callable[..., Any]:
             given = {**given, **kwargs}
             if tx is None:  # (Dynamo refuses them)
                 _check(function, given)
-            parts = _Parts()
+            parts = _Parts({*function.arg_names})
             texts = {n: parts.text(n, v) for n, v in given.items() if n in function.arg_names and not _is_constant(v)}
             if parts.functions or any(n != text for n, text in texts.items()):
                 kernel, args = _of_parts(kernel, function, texts, parts, set(given)), ()
@@ -121,8 +121,10 @@ def _is_constant(x: Any) -> bool:
 
 @dataclass
 class _Parts:
-    """``values``: what is given instead of tuples, by argument. ``functions``: Triton functions, by argument."""
+    """``values``: what is given instead of tuples, by argument. ``functions``: Triton functions, by argument.
+    ``names``: of the kernel's arguments, and of the parts that there are."""
 
+    names: set[str]
     values: dict[str, Any] = field(default_factory=dict)
     functions: dict[str, Any] = field(default_factory=dict)
 
@@ -131,7 +133,7 @@ class _Parts:
         x = getattr(x, "realize", lambda: x)()
         if type(x) is tuple or type(x).__name__ == "TupleVariable":
             items = x if type(x) is tuple else x.items
-            return "(" + "".join(f"{self.text(f'{name}_{i}', item)}, " for i, item in enumerate(items)) + ")"
+            return "(" + "".join(f"{self.part(f'{name}_{i}', item)}, " for i, item in enumerate(items)) + ")"
         if type(x).__name__ == DESCRIPTOR:
             return self._descriptor(name, x)
         if type(x).__name__ == "TritonKernelVariable":
@@ -140,9 +142,15 @@ class _Parts:
             self.values[name] = x
         return name
 
+    def part(self, name: str, x: Any) -> str:
+        while name in self.names:
+            name += "_"
+        self.names.add(name)
+        return self.text(name, x)
+
     def _descriptor(self, name: str, x: Any) -> str:
-        sizes = ", ".join(self.text(f"{name}_size{i}", n) for i, n in enumerate(x.shape))
-        strides = "".join(f"{self.text(f'{name}_stride{i}', n)}, " for i, n in enumerate(x.strides[:-1]))
+        sizes = ", ".join(self.part(f"{name}_size{i}", n) for i, n in enumerate(x.shape))
+        strides = "".join(f"{self.part(f'{name}_stride{i}', n)}, " for i, n in enumerate(x.strides[:-1]))
         block = [int(n) for n in x.block_shape]
         padding = "" if getattr(x, "padding", "zero") == "zero" else f", padding_option={x.padding!r}"
         return f"tl.make_tensor_descriptor({self.text(name, x.base)}, [{sizes}], [{strides}1], {block}{padding})"
