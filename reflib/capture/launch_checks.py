@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,6 +14,8 @@ from ..errors import CaptureError
 from ..logs import get as logger
 from .advice import first_lines
 from .triton_there import triton_of_gpu
+
+_LAUNCH = "triton_kernel_wrapper_"
 
 
 def check_launches(module: torch.fx.GraphModule, options: Any) -> torch.fx.GraphModule:
@@ -30,8 +33,35 @@ def check_launches(module: torch.fx.GraphModule, options: Any) -> torch.fx.Graph
     return module
 
 
+def check_kept(before: torch.fx.GraphModule, after: torch.fx.GraphModule) -> None:
+    """Raises CaptureError for a launch in a branch or a loop of ``before`` whose results are used there, and that is
+    not in ``after``, which was made of it: what it would have written was garbage."""
+    kept = {_identity(n) for n in _nodes(after) if getattr(n.target, "__name__", "").startswith(_LAUNCH)}
+    for node in set(filter(_is_launch, _nodes(before))) - {*before.graph.nodes}:
+        if _identity(node) not in kept and _is_used(node):
+            raise CaptureError(
+                f"torch.export of PyTorch {torch.__version__} drops the launch of {_named(node)}, which is in a branch "
+                "of torch.cond or in a loop: launch it in a torch.library.triton_op, or outside"
+            )
+
+
+def _nodes(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
+    for m in module.modules():
+        yield from m.graph.nodes if isinstance(m, torch.fx.GraphModule) else ()
+
+
+def _identity(node: torch.fx.Node) -> tuple[Any, Any]:
+    return node.kwargs["kernel_idx"], node.kwargs["constant_args_idx"]
+
+
+def _is_used(node: torch.fx.Node) -> bool:
+    """Is a tensor that it is given used later?"""
+    order = {n: i for i, n in enumerate(node.graph.nodes)}
+    return any(order[user] > order[node] for x in node.all_input_nodes for user in x.users)
+
+
 def _is_launch(node: torch.fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "triton_kernel_wrapper_mutation"
+    return getattr(node.target, "__name__", "") == f"{_LAUNCH}mutation"
 
 
 def _check_launch(node: torch.fx.Node) -> None:

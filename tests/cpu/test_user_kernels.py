@@ -178,6 +178,45 @@ def test_launches_in_branches_and_loops_are_packaged(tmp_path: Path) -> None:
     assert not v.needs and len(names) == 2
 
 
+def test_a_launch_that_the_exporter_drops_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decompose = torch.export.ExportedProgram.run_decompositions
+
+    def dropping(program: Any, *how: Any, **more: Any) -> Any:
+        made = decompose(program, *how, **more)
+        for m in made.graph_module.children():
+            found = [n for n in m.graph.nodes if "triton_kernel" in str(n.target)]
+            for node in found:
+                (result,) = node.users
+                result.replace_all_uses_with(node.kwargs["kwargs"]["out"])
+                m.graph.erase_node(result)
+                m.graph.erase_node(node)
+        return made
+
+    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", dropping)
+    args = torch.randn(100), torch.randn(100)
+    with pytest.raises(CaptureError, match=r"drops the launch of the Triton kernel add_kernel \(.*in a branch"):
+        reflib.aot_compile(user_kernels.branching, args, tmp_path / "p.reflib", ["sm_90"], ptx=False)
+
+
+def test_parts_have_names_of_their_own() -> None:
+    @triton.jit
+    def named(pair, pair_0, pair_1, out, n, BLOCK: tl.constexpr):
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        v = tl.load(pair[0] + i, mask=i < n) * pair[1] + tl.load(pair_0 + i, mask=i < n) * pair_1
+        tl.store(out + i, v, mask=i < n)
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        named[(1,)]((x, 3.0), y, 5, out, x.numel(), BLOCK=128)
+        return out
+
+    (call,) = launches(explain(fn, torch.randn(100), torch.randn(100)))
+    pieces = {p[0]: p[1:] for p in call.target.call}
+    assert [call.args[pieces[n][0]].buffer for n in ("pair_0_=", "pair_0=")] == ["arg0_1", "arg1_1"]
+    assert "3.0" in pieces["pair_1_="][0] and "5" in pieces["pair_1="][0]
+    assert "pair=(pair_0_, pair_1_, ), pair_0=pair_0, pair_1=pair_1" in call.target.source
+
+
 def test_clusters_and_limits_of_registers(tmp_path: Path) -> None:
     """Both are in the machine code; a cluster's blocks are counted in the grid. It is no default: not all GPUs have
     clusters."""
