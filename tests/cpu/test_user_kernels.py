@@ -16,6 +16,7 @@ import torch
 from torch._higher_order_ops import triton_kernel_wrap
 
 import reflib
+from reflib.capture import triton_there
 from reflib.capture.triton_there import triton_of_gpu
 from reflib.errors import CaptureError, GenerateError, PackageError, ToolchainError
 from reflib.generate.compile_triton import compile_kernel
@@ -196,6 +197,32 @@ def test_a_launch_that_the_exporter_drops_is_refused(tmp_path: Path, monkeypatch
     args = torch.randn(100), torch.randn(100)
     with pytest.raises(CaptureError, match=r"drops the launch of the Triton kernel add_kernel \(.*in a branch"):
         reflib.aot_compile(user_kernels.branching, args, tmp_path / "p.reflib", ["sm_90"], ptx=False)
+
+
+def test_defaults_have_types_as_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where Dynamo leaves them off, with a GPU there, and where only another configuration gives one."""
+
+    @triton.jit
+    def scaled(x, out, n, by=3, bias=None, BLOCK: tl.constexpr = 128):
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(out + i, tl.load(x + i, mask=i < n) * by, mask=i < n)
+
+    configs = [triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128, "by": 4})]
+    tuned = triton.autotune(configs, key=[])(scaled)
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        out, more = (torch.empty_like(x, dtype=torch.int32) for _ in range(2))
+        scaled[(1,)](x, out, x.numel())
+        tuned[(2,)](x, more, x.numel())
+        return out, more
+
+    for captured in (False, True):
+        if captured:
+            monkeypatch.setattr(triton_there, "taken", lambda call: call)
+        torch._dynamo.reset()
+        for call in launches(explain(fn, torch.ones(100, dtype=torch.int8))):
+            pieces = {p[0]: p[1:] for p in call.target.call}
+            assert pieces["by="] == ("tl.full((), 3, tl.int32)",) and pieces["bias="] == ("None",)
 
 
 def test_parts_have_names_of_their_own() -> None:
