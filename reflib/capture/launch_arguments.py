@@ -9,8 +9,10 @@ configuration, as PyTorch does it with ``num_warps``. Defaults are given, as Tri
 import copy
 import linecache
 import os
+import threading
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +20,17 @@ from ..errors import CaptureError
 
 DESCRIPTOR = "TensorDescriptor"  # of Triton's
 _made: dict[Any, tuple[Any, ...]] = {}  # the last one is the kernel; the others' identities are in its key
+_here = threading.local()  # ``seen``: names of kernels that Dynamo saw launched, if asked for
+
+
+@contextmanager
+def launches_seen() -> Iterator[set[str]]:
+    """Fills with the names of the kernels that Dynamo sees launched inside."""
+    before, _here.seen = getattr(_here, "seen", None), set[str]()
+    try:
+        yield _here.seen
+    finally:
+        _here.seen = before
 
 
 def taken(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,6 +51,8 @@ def taken(call: Callable[..., Any]) -> Callable[..., Any]:
             given = {**given, **kwargs}
             if tx is None:  # (Dynamo refuses them)
                 _check(function, given)
+            elif (seen := getattr(_here, "seen", None)) is not None:
+                seen.add(function.__name__)
             parts = _Parts({*function.arg_names})
             texts = {n: parts.text(n, v) for n, v in given.items() if n in function.arg_names and not _is_constant(v)}
             if parts.functions or any(n != text for n, text in texts.items()):

@@ -179,23 +179,24 @@ def test_launches_in_branches_and_loops_are_packaged(tmp_path: Path) -> None:
     assert not v.needs and len(names) == 2
 
 
-def test_a_launch_that_the_exporter_drops_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decompose = torch.export.ExportedProgram.run_decompositions
+@pytest.mark.parametrize("at", ["export", "decompositions"])
+def test_a_launch_that_the_exporter_drops_is_refused(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = (torch.export, "export") if at == "export" else (torch.export.ExportedProgram, "run_decompositions")
+    whole = getattr(*where)
 
-    def dropping(program: Any, *how: Any, **more: Any) -> Any:
-        made = decompose(program, *how, **more)
+    def dropping(*how: Any, **more: Any) -> Any:
+        made = whole(*how, **more)
         for m in made.graph_module.children():
-            found = [n for n in m.graph.nodes if "triton_kernel" in str(n.target)]
-            for node in found:
-                (result,) = node.users
-                result.replace_all_uses_with(node.kwargs["kwargs"]["out"])
-                m.graph.erase_node(result)
+            for node in [n for n in m.graph.nodes if "triton_kernel" in str(n.target)]:
+                for result in [*node.users]:
+                    result.replace_all_uses_with(node.kwargs["kwargs"]["out"])
+                    m.graph.erase_node(result)
                 m.graph.erase_node(node)
         return made
 
-    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", dropping)
+    monkeypatch.setattr(*where, dropping)
     args = torch.randn(100), torch.randn(100)
-    with pytest.raises(CaptureError, match=r"drops the launch of the Triton kernel add_kernel \(.*in a branch"):
+    with pytest.raises(CaptureError, match=r"drops the launch of the Triton kernel add_kernel.* in a branch"):
         reflib.aot_compile(user_kernels.branching, args, tmp_path / "p.reflib", ["sm_90"], ptx=False)
 
 
