@@ -207,7 +207,7 @@ def test_a_candidate_that_launches() -> None:
 
 
 # -- packages, and the host's time ----------------------------------------------------------------------
-NOT_YET = pytest.mark.xfail(reason="seen once, on torch 2.11; not on 2.13 without a GPU: why is not known yet")
+NOT_YET = pytest.mark.xfail(reason="wrong once, on torch 2.11; not on 2.13. What the export loses is an error by now")
 
 
 @pytest.mark.parametrize(
