@@ -79,7 +79,7 @@ def tuples_kernel(inputs, outputs, n: tl.int64, BLOCK: tl.constexpr, LAST: tl.co
     x, y = inputs[0]
     v = tl.load(x + i, mask=i < n) * by[0] + tl.load(y + i, mask=i < n)
     tl.store(outputs[0] + i, v, mask=i < n.to(tl.int64))
-    tl.store(outputs[LAST] + i, v + len(by), mask=i < n)
+    tl.store(outputs[LAST] + i, v + len(outputs), mask=i < n)
 
 
 @triton.autotune(

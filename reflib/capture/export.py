@@ -50,6 +50,7 @@ from .attention_there import attention_of_gpu
 from .copies import deep_copied
 from .exported import Rewrite, exported_graph
 from .graph import Graph
+from .launch_checks import exported_with_launches
 from .retarget import retargeted
 from .sharded import layouts_are_constants, plain_name
 from .training import in_training
@@ -119,7 +120,7 @@ def export_for(
         if fakes is not None:
             module = fakes.copied(module, name)
             args, kwargs = pytree.tree_map_only(torch.Tensor, fakes.fake, (args, kwargs))
-        program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+        program = exported_with_launches(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
         training = not isinstance(model, torch.nn.Module) or any(m.training for m in model.modules())
         return _exported(program, decompositions, rewrite, own, {} if fakes is None else fakes.real, training)
 
@@ -256,9 +257,7 @@ def _as_module(model: Any) -> torch.nn.Module:
     return module
 
 
-def _fakes_for(
-    module: torch.nn.Module, call: Any, device: torch.device | None
-) -> tuple[str, _Fakes | None]:
+def _fakes_for(module: torch.nn.Module, call: Any, device: torch.device | None) -> tuple[str, _Fakes | None]:
     """The type of device to capture for, and the fakes to do it with, if any tensor is to seem to lie elsewhere."""
     tensors = [*module.parameters(), *module.buffers(), *pytree.tree_leaves(call)]
     devices = {t.device for t in tensors if isinstance(t, torch.Tensor)}

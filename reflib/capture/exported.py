@@ -16,6 +16,7 @@ from torch._functorch import config
 from ..errors import CaptureError
 from .copies import copied
 from .graph import Graph, ranges_of
+from .launch_checks import check_kept
 from .returned import views_back
 
 WRITTEN = {"BUFFER_MUTATION": "weight", "USER_INPUT_MUTATION": "argument"}  # in a signature: what is written to
@@ -55,7 +56,9 @@ def _functional(program: Any, decompositions: dict) -> Any:
     vals = [n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder"]
     gpu = any(isinstance(v, torch.Tensor) and v.device.type == "cuda" for v in vals)
     try:
-        return program.run_decompositions(decompositions, decompose_custom_triton_ops=gpu)
+        made = program.run_decompositions(decompositions, decompose_custom_triton_ops=gpu)
+        check_kept(program.graph_module, made.graph_module)
+        return made
     except AssertionError as e:  # all that torch says
         tensors = {n: t for n, t in program.state_dict.items() if isinstance(t, torch.Tensor) and t.data_ptr()}
         places = [t.untyped_storage().data_ptr() for t in tensors.values()]

@@ -9,8 +9,10 @@ configuration, as PyTorch does it with ``num_warps``. Defaults are given, as Tri
 import copy
 import linecache
 import os
+import threading
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +20,17 @@ from ..errors import CaptureError
 
 DESCRIPTOR = "TensorDescriptor"  # of Triton's
 _made: dict[Any, tuple[Any, ...]] = {}  # the last one is the kernel; the others' identities are in its key
+_here = threading.local()  # ``seen``: names of kernels that Dynamo saw launched, if asked for
+
+
+@contextmanager
+def launches_seen() -> Iterator[set[str]]:
+    """Fills with the names of the kernels that Dynamo sees launched inside."""
+    before, _here.seen = getattr(_here, "seen", None), set[str]()
+    try:
+        yield _here.seen
+    finally:
+        _here.seen = before
 
 
 def taken(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,7 +51,9 @@ def taken(call: Callable[..., Any]) -> Callable[..., Any]:
             given = {**given, **kwargs}
             if tx is None:  # (Dynamo refuses them)
                 _check(function, given)
-            parts = _Parts()
+            elif (seen := getattr(_here, "seen", None)) is not None:
+                seen.add(function.__name__)
+            parts = _Parts({*function.arg_names})
             texts = {n: parts.text(n, v) for n, v in given.items() if n in function.arg_names and not _is_constant(v)}
             if parts.functions or any(n != text for n, text in texts.items()):
                 kernel, args = _of_parts(kernel, function, texts, parts, set(given)), ()
@@ -121,8 +136,10 @@ def _is_constant(x: Any) -> bool:
 
 @dataclass
 class _Parts:
-    """``values``: what is given instead of tuples, by argument. ``functions``: Triton functions, by argument."""
+    """``values``: what is given instead of tuples, by argument. ``functions``: Triton functions, by argument.
+    ``names``: of the kernel's arguments, and of the parts that there are."""
 
+    names: set[str]
     values: dict[str, Any] = field(default_factory=dict)
     functions: dict[str, Any] = field(default_factory=dict)
 
@@ -131,7 +148,7 @@ class _Parts:
         x = getattr(x, "realize", lambda: x)()
         if type(x) is tuple or type(x).__name__ == "TupleVariable":
             items = x if type(x) is tuple else x.items
-            return "(" + "".join(f"{self.text(f'{name}_{i}', item)}, " for i, item in enumerate(items)) + ")"
+            return "(" + "".join(f"{self.part(f'{name}_{i}', item)}, " for i, item in enumerate(items)) + ")"
         if type(x).__name__ == DESCRIPTOR:
             return self._descriptor(name, x)
         if type(x).__name__ == "TritonKernelVariable":
@@ -140,9 +157,15 @@ class _Parts:
             self.values[name] = x
         return name
 
+    def part(self, name: str, x: Any) -> str:
+        while name in self.names:
+            name += "_"
+        self.names.add(name)
+        return self.text(name, x)
+
     def _descriptor(self, name: str, x: Any) -> str:
-        sizes = ", ".join(self.text(f"{name}_size{i}", n) for i, n in enumerate(x.shape))
-        strides = "".join(f"{self.text(f'{name}_stride{i}', n)}, " for i, n in enumerate(x.strides[:-1]))
+        sizes = ", ".join(self.part(f"{name}_size{i}", n) for i, n in enumerate(x.shape))
+        strides = "".join(f"{self.part(f'{name}_stride{i}', n)}, " for i, n in enumerate(x.strides[:-1]))
         block = [int(n) for n in x.block_shape]
         padding = "" if getattr(x, "padding", "zero") == "zero" else f", padding_option={x.padding!r}"
         return f"tl.make_tensor_descriptor({self.text(name, x.base)}, [{sizes}], [{strides}1], {block}{padding})"

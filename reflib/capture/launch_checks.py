@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +13,10 @@ from torch.utils import _pytree as pytree
 from ..errors import CaptureError
 from ..logs import get as logger
 from .advice import first_lines
+from .launch_arguments import launches_seen
 from .triton_there import triton_of_gpu
+
+_LAUNCH = "triton_kernel_wrapper_"
 
 
 def check_launches(module: torch.fx.GraphModule, options: Any) -> torch.fx.GraphModule:
@@ -30,8 +34,49 @@ def check_launches(module: torch.fx.GraphModule, options: Any) -> torch.fx.Graph
     return module
 
 
+def exported_with_launches(*what: Any, **how: Any) -> Any:
+    """``torch.export.export``. Raises CaptureError for a kernel that Dynamo saw launched, and that is not there."""
+    with launches_seen() as seen:
+        program = torch.export.export(*what, **how)
+    launched = [n for n in _nodes(program.graph_module) if getattr(n.target, "__name__", "").startswith(_LAUNCH)]
+    for name in sorted(seen - {*map(_kernel, launched)}):
+        raise CaptureError(_drops(f"the Triton kernel {name}"))
+    return program
+
+
+def check_kept(before: torch.fx.GraphModule, after: torch.fx.GraphModule) -> None:
+    """Raises CaptureError for a launch in a branch or a loop of ``before`` whose results are used there, and that is
+    not in ``after``, which was made of it: what it would have written was garbage."""
+    kept = {_identity(n) for n in _nodes(after) if getattr(n.target, "__name__", "").startswith(_LAUNCH)}
+    for node in set(filter(_is_launch, _nodes(before))) - {*before.graph.nodes}:
+        if _identity(node) not in kept and _is_used(node):
+            raise CaptureError(_drops(_named(node)))
+
+
+def _drops(kernel: str) -> str:
+    return (
+        f"torch.export of PyTorch {torch.__version__} drops the launch of {kernel}, which is in a branch of torch.cond "
+        "or in a loop: launch it in a torch.library.triton_op, or outside"
+    )
+
+
+def _nodes(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
+    for m in module.modules():
+        yield from m.graph.nodes if isinstance(m, torch.fx.GraphModule) else ()
+
+
+def _identity(node: torch.fx.Node) -> tuple[Any, Any]:
+    return node.kwargs["kernel_idx"], node.kwargs["constant_args_idx"]
+
+
+def _is_used(node: torch.fx.Node) -> bool:
+    """Is a tensor that it is given used later?"""
+    order = {n: i for i, n in enumerate(node.graph.nodes)}
+    return any(order[user] > order[node] for x in node.all_input_nodes for user in x.users)
+
+
 def _is_launch(node: torch.fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "triton_kernel_wrapper_mutation"
+    return getattr(node.target, "__name__", "") == f"{_LAUNCH}mutation"
 
 
 def _check_launch(node: torch.fx.Node) -> None:
@@ -96,13 +141,20 @@ def _given(node: torch.fx.Node) -> dict[str, Any]:
 
 def _named(node: torch.fx.Node, where: torch.fx.Node | None = None) -> str:
     """``the Triton kernel NAME (FILE:LINE)``. ``where``: the node whose line it is, if it is another one's."""
-    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
-
-    name = kernel_side_table.get_kernel(node.kwargs["kernel_idx"]).fn.__name__  # type: ignore[arg-type]
+    name = _kernel(node)
     lines = re.findall(r'File "([^"]+)", line (\d+)', (where or node).meta.get("stack_trace") or "")
     path, number = lines[-1] if lines else ("", "")
     file = "cell" if "ipykernel_" in path else os.path.basename(path)  # as in lower.origin
     return f"the Triton kernel {name} ({f'{file}:{number}' if lines else 'its line is not known'})"
+
+
+def _kernel(node: torch.fx.Node) -> str:
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])  # type: ignore[arg-type]
+    while hasattr(kernel.fn, "fn"):  # (one that is tuned has a Triton function)
+        kernel = kernel.fn
+    return kernel.fn.__name__
 
 
 def _written(node: torch.fx.Node) -> set[str]:

@@ -26,6 +26,7 @@ import torch
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
 
 from .. import logs
+from ..capture.launch_arguments import defaults
 from ..errors import LoweringError
 from ..ir.expr import Expr, expr
 from ..ir.program import Choice, Extern, Variant, View, full_view
@@ -184,6 +185,8 @@ class Call:
         self.scratch = 0
         given = {**self.given, **(config.kwargs if config is not None else {})}
         own = {p.name: p for p in self.function.params}
+        # (Triton passes a default as a number of a type; in a call it would be a constant, which has the other's type.)
+        given |= {n: v for n, v in defaults(self.function, given).items() if not own[n].is_constexpr}
         asked = {n: getattr(config, n, None) for n in _SETTINGS} | {n: given[n] for n in _SETTINGS if n in given}
         if unknown := [n for n in given if n not in own and n not in (*_AMD, *_SETTINGS)]:
             raise Unsupported(f"the setting {unknown[0]}")

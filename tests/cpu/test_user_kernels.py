@@ -16,6 +16,7 @@ import torch
 from torch._higher_order_ops import triton_kernel_wrap
 
 import reflib
+from reflib.capture import triton_there
 from reflib.capture.triton_there import triton_of_gpu
 from reflib.errors import CaptureError, GenerateError, PackageError, ToolchainError
 from reflib.generate.compile_triton import compile_kernel
@@ -176,6 +177,72 @@ def test_launches_in_branches_and_loops_are_packaged(tmp_path: Path) -> None:
     (v,) = manifest.read(archive.open(path).manifest).variants
     names = [k.name for k in v.kernels if "_add_kernel" in k.name and "fallback" not in k.name]
     assert not v.needs and len(names) == 2
+
+
+@pytest.mark.parametrize("at", ["export", "decompositions"])
+def test_a_launch_that_the_exporter_drops_is_refused(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = (torch.export, "export") if at == "export" else (torch.export.ExportedProgram, "run_decompositions")
+    whole = getattr(*where)
+
+    def dropping(*how: Any, **more: Any) -> Any:
+        made = whole(*how, **more)
+        for m in made.graph_module.children():
+            for node in [n for n in m.graph.nodes if "triton_kernel" in str(n.target)]:
+                for result in [*node.users]:
+                    result.replace_all_uses_with(node.kwargs["kwargs"]["out"])
+                    m.graph.erase_node(result)
+                m.graph.erase_node(node)
+        return made
+
+    monkeypatch.setattr(*where, dropping)
+    args = torch.randn(100), torch.randn(100)
+    with pytest.raises(CaptureError, match=r"drops the launch of the Triton kernel add_kernel.* in a branch"):
+        reflib.aot_compile(user_kernels.branching, args, tmp_path / "p.reflib", ["sm_90"], ptx=False)
+
+
+def test_defaults_have_types_as_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where Dynamo leaves them off, with a GPU there, and where only another configuration gives one."""
+
+    @triton.jit
+    def scaled(x, out, n, by=3, bias=None, BLOCK: tl.constexpr = 128):
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(out + i, tl.load(x + i, mask=i < n) * by, mask=i < n)
+
+    configs = [triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128, "by": 4})]
+    tuned = triton.autotune(configs, key=[])(scaled)
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        out, more = (torch.empty_like(x, dtype=torch.int32) for _ in range(2))
+        scaled[(1,)](x, out, x.numel())
+        tuned[(2,)](x, more, x.numel())
+        return out, more
+
+    for captured in (False, True):
+        if captured:
+            monkeypatch.setattr(triton_there, "taken", lambda call: call)
+        torch._dynamo.reset()
+        for call in launches(explain(fn, torch.ones(100, dtype=torch.int8))):
+            pieces = {p[0]: p[1:] for p in call.target.call}
+            assert pieces["by="] == ("tl.full((), 3, tl.int32)",) and pieces["bias="] == ("None",)
+
+
+def test_parts_have_names_of_their_own() -> None:
+    @triton.jit
+    def named(pair, pair_0, pair_1, out, n, BLOCK: tl.constexpr):
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        v = tl.load(pair[0] + i, mask=i < n) * pair[1] + tl.load(pair_0 + i, mask=i < n) * pair_1
+        tl.store(out + i, v, mask=i < n)
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        named[(1,)]((x, 3.0), y, 5, out, x.numel(), BLOCK=128)
+        return out
+
+    (call,) = launches(explain(fn, torch.randn(100), torch.randn(100)))
+    pieces = {p[0]: p[1:] for p in call.target.call}
+    assert [call.args[pieces[n][0]].buffer for n in ("pair_0_=", "pair_0=")] == ["arg0_1", "arg1_1"]
+    assert "3.0" in pieces["pair_1_="][0] and "5" in pieces["pair_1="][0]
+    assert "pair=(pair_0_, pair_1_, ), pair_0=pair_0, pair_1=pair_1" in call.target.source
 
 
 def test_clusters_and_limits_of_registers(tmp_path: Path) -> None:
