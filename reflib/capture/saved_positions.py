@@ -31,8 +31,8 @@ aten = torch.ops.aten
 # their windows.
 _ALONG = {
     aten.max.dim: 1, aten.min.dim: 1, aten.sort.default: 1, aten.sort.stable: 1, aten.topk.default: 1,
-    aten.median.dim: 1, aten.kthvalue.default: 1, aten.mode.default: 1, aten.cummax.default: 1,
-    aten.cummin.default: 1, aten.argmax.default: 0, aten.argmin.default: 0,
+    aten.median.dim: 1, aten.nanmedian.dim: 1, aten.kthvalue.default: 1, aten.mode.default: 1,
+    aten.cummax.default: 1, aten.cummin.default: 1, aten.argmax.default: 0, aten.argmin.default: 0,
 }  # fmt: skip
 _POOLS = {
     aten.max_pool2d_with_indices.default: 2, aten.max_pool3d_with_indices.default: 3,

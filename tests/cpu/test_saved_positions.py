@@ -20,6 +20,7 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], tuple[int, ...], torch.dtype
     "max": (lambda x: x.max(1).values * 2, (5, 8), torch.int16),
     "sort": (lambda x: x.sort(0, descending=True).values, (40, 3), torch.int16),
     "topk": (lambda x: x.topk(3).values, (4, 33000), torch.int32),
+    "nanmedian": (lambda x: x.nanmedian(1).values, (4, 7), torch.int16),
     "cummax": (lambda x: x.cummax(-1).values, (3, 11), torch.int16),
 }
 
