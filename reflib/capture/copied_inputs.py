@@ -10,6 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..options import Options
 from .clones import roots
+from .random import after_the_forward
 
 aten = torch.ops.aten
 LEAST = 1 << 16  # bytes; for fewer no kernel is worth its launch
@@ -17,16 +18,10 @@ LEAST = 1 << 16  # bytes; for fewer no kernel is worth its launch
 
 def copy_again(joint: torch.fx.GraphModule, options: Options, gpu: bool) -> torch.fx.GraphModule:
     """Tag such copies for the partitioner. One that is tagged already (of an input that is written) stays so."""
-    root = roots(joint.graph)
-    backward, copies = set[torch.fx.Node](), list[torch.fx.Node]()
-    for node in joint.graph.nodes:
-        tangent = node.op == "placeholder" and node.name.startswith("tangents")
-        if tangent or not backward.isdisjoint(node.all_input_nodes):
-            backward.add(node)
-        elif node.target is aten.clone.default and root[node.args[0]].op == "placeholder" and _large(node):
-            copies.append(node)
+    root, backward = roots(joint.graph), after_the_forward(joint.graph)
+    copies = [n for n in joint.graph.nodes if n.target is aten.clone.default and n not in backward and _large(n)]
     for node in copies:
-        if not backward.isdisjoint(node.users):
+        if root[node.args[0]].op == "placeholder" and not backward.isdisjoint(node.users):
             node.meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
     return joint
 

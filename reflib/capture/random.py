@@ -82,7 +82,7 @@ def own_numbers(module: GraphModule, options: Options, gpu: bool) -> GraphModule
     if options.fallback_random or not any(n.target in _REWRITTEN for n in module.graph.nodes):
         return module
     out = copied(module)
-    later = _after_the_forward(out.graph)
+    later = after_the_forward(out.graph)
     seeds: dict[torch.device, Node] = {}
     for stream, node in enumerate([n for n in out.graph.nodes if n.target in _REWRITTEN]):
         values = node.meta["val"] if isinstance(node.meta["val"], tuple) else (node.meta["val"],)
@@ -99,7 +99,7 @@ def own_numbers(module: GraphModule, options: Options, gpu: bool) -> GraphModule
     return out
 
 
-def _after_the_forward(graph: torch.fx.Graph) -> set[Node]:
+def after_the_forward(graph: torch.fx.Graph) -> set[Node]:
     """What depends on the gradients of a joint graph's results. A backward that is run again draws other numbers."""
     out: set[Node] = set()
     for node in graph.nodes:

@@ -24,6 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..options import Options
 from .copies import copied
+from .random import after_the_forward
 from .slice_sums import call, val
 
 aten = torch.ops.aten
@@ -45,7 +46,7 @@ def saved_positions(module: GraphModule, options: Options, gpu: bool) -> GraphMo
     ``meta["val"]``; one without a backward is not changed."""
     if not gpu or not any(n.target in _ALONG or n.target in _POOLS for n in module.graph.nodes):
         return module
-    if not any(_is_tangent(n) for n in module.graph.nodes):
+    if not after_the_forward(module.graph):
         return module
     out = copied(module)
     later = _backward(out.graph)
@@ -56,16 +57,9 @@ def saved_positions(module: GraphModule, options: Options, gpu: bool) -> GraphMo
     return out
 
 
-def _is_tangent(node: Node) -> bool:
-    return node.op == "placeholder" and node.name.startswith("tangents")
-
-
 def _backward(graph: Graph) -> set[Node]:
     """What no result of the forward needs; such a result needs no tangent."""
-    after = set[Node]()
-    for n in graph.nodes:
-        if _is_tangent(n) or not after.isdisjoint(n.all_input_nodes):
-            after.add(n)
+    after = after_the_forward(graph)
     todo = [n for n in graph.output_node().all_input_nodes if n not in after]
     forward = set(todo)
     while todo:

@@ -404,7 +404,16 @@ def test_a_triton_op_keeps_its_promise(tmp_path: Path) -> None:
             reflib.aot_compile(fn, args, tmp_path / "p.reflib", ["sm_90"], ptx=False)
 
 
-def test_what_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+@triton.jit
+def plain(x, out, n, BLOCK: tl.constexpr = SIZE, DTYPE: tl.constexpr = tl.float32):
+    i = tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i, mask=i < n), mask=i < n)
+
+
+LINE = r"test_user_kernels.py:\d+"
+
+
+def test_what_is_refused() -> None:
     @triton.jit
     def with_global(x, out):
         tl.store(out + tl.arange(0, SIZE), tl.load(x + tl.arange(0, SIZE)))
@@ -414,23 +423,6 @@ def test_what_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture, monke
     @triton.jit
     def with_object(x, out):
         tl.store(out, tl.load(x) + thing)
-
-    @triton.jit
-    def plain(x, out, n, BLOCK: tl.constexpr = SIZE, DTYPE: tl.constexpr = tl.float32):
-        i = tl.arange(0, BLOCK)
-        tl.store(out + i, tl.load(x + i, mask=i < n), mask=i < n)
-
-    class Pair(NamedTuple):
-        x: Tensor
-        out: Tensor
-
-    @triton.jit
-    def of_pair(pair):
-        tl.store(pair.out, tl.load(pair.x))
-
-    def packed(x: Tensor) -> Tensor:
-        of_pair[(1,)](Pair(x, out := torch.empty_like(x)))
-        return out
 
     @triton.jit
     def from_memory(x, out, addresses, n, BLOCK: tl.constexpr):
@@ -448,19 +440,35 @@ def test_what_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture, monke
         return out
 
     configs = [triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128})]
-    line = r"test_user_kernels.py:\d+"
     for fn, says in (
-        (of(with_global), rf"kernel with_global uses the global variable SIZE.*SIZE = tl.constexpr\(64\) \({line}"),
-        (of(with_object), rf"kernel with_object uses thing, a object, which cannot be copied.*\({line}"),
+        (of(with_global), rf"kernel with_global uses the global variable SIZE.*SIZE = tl.constexpr\(64\) \({LINE}"),
+        (of(with_object), rf"kernel with_object uses thing, a object, which cannot be copied.*\({LINE}"),
         (of(triton.autotune(configs, key=["m"])(plain), 128),
-         rf"key 'm' of @triton.autotune is no argument of the Triton kernel plain \({line}.*x, out, n, BLOCK"),
-        (of(plain, 128, blocks=(1, 70000)), rf"kernel plain has a grid of 70000 programs in axis 1; .*65535 \({line}"),
-        (a_tensor, rf"the grid of the Triton kernel plain \({line}\) is a tensor"),
-        (elsewhere, rf"kernel from_memory \({line}\) stores to none of the tensors that it is given"),
+         rf"key 'm' of @triton.autotune is no argument of the Triton kernel plain \({LINE}.*x, out, n, BLOCK"),
+        (of(plain, 128, blocks=(1, 70000)), rf"kernel plain has a grid of 70000 programs in axis 1; .*65535 \({LINE}"),
+        (a_tensor, rf"the grid of the Triton kernel plain \({LINE}\) is a tensor"),
+        (elsewhere, rf"kernel from_memory \({LINE}\) stores to none of the tensors that it is given"),
     ):  # fmt: skip
         torch._dynamo.reset()
         with pytest.raises(Exception, match=says):
             explain(fn, torch.randn(128))
+
+
+def test_what_our_launcher_does_not_take(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pair(NamedTuple):
+        x: Tensor
+        out: Tensor
+
+    @triton.jit
+    def of_pair(pair):
+        tl.store(pair.out, tl.load(pair.x))
+
+    def packed(x: Tensor) -> Tensor:
+        of_pair[(1,)](Pair(x, out := torch.empty_like(x)))
+        return out
+
     torch._dynamo.reset()
     e = explain(of(plain, 100, BLOCK=64, blocks=(1, 1, 40000)), torch.randn(128))
     assert not launches(e) and not e.kernels, "a grid that CUDA takes, and our launcher does not, is PyTorch's launch"
@@ -470,7 +478,7 @@ def test_what_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture, monke
     clustered = triton.autotune([triton.Config({"BLOCK": 64}, num_ctas=16)], key=[])(plain)
     with pytest.raises(PackageError, match="PyTorch launches the Triton kernel plain: a cluster of 16 thread blocks"):
         reflib.aot_compile(of(clustered, 128), (torch.randn(128),), tmp_path / "p.reflib", ["sm_90"])
-    with pytest.raises(CaptureError, match=rf"kernel of_pair \({line}\) is given pair, a Pair with a tensor in it"):
+    with pytest.raises(CaptureError, match=rf"kernel of_pair \({LINE}\) is given pair, a Pair with a tensor in it"):
         reflib.aot_compile(packed, (torch.randn(128),), tmp_path / "p.reflib", ["sm_90"], ptx=False)
     monkeypatch.setenv("REFLIB_LOGS", "fallback")
     caplog.set_level("INFO", "reflib.fallback")
