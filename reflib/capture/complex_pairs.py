@@ -238,9 +238,7 @@ def _viewable(d: _Writer, x: Node, sizes: Any) -> Node:
     return x
 
 
-@rule(aten.view_as_complex.default, computes=False)
-def view_as_complex(d: _Writer, x: Node) -> Pair:
-    return d.halves(x)
+rule(aten.view_as_complex.default, computes=False)(lambda d, x: d.halves(x))
 
 
 @rule(aten.view_as_real.default, computes=False)
@@ -296,9 +294,7 @@ def copy(d: _Writer, _: Any, x: Any, *__: Any) -> Any:
     return d.pair(*_pair(x)) if d.value.is_complex() else d.whole(_pair(x).re)
 
 
-@rule(aten.complex.default, computes=False)
-def complex_(d: _Writer, re: Node, im: Node) -> Pair:
-    return d.pair(re, im)
+rule(aten.complex.default, computes=False)(lambda d, re, im: d.pair(re, im))
 
 
 @rule(aten.polar.default)
@@ -329,21 +325,13 @@ def mul(d: _Writer, x: Any, y: Any) -> Pair:
     return d.pair(d.sub(d.mul(a.re, b.re), d.mul(a.im, b.im)), d.add(d.mul(a.re, b.im), d.mul(a.im, b.re)))
 
 
-@rule(aten.add.Tensor, aten.add.Scalar)
-def add(d: _Writer, x: Any, y: Any, *, alpha: Any = 1) -> Pair:
-    a, b = _pair(x), _pair(y)
-    return d.pair(d.add(a.re, d.mul(b.re, alpha)), d.add(a.im, d.mul(b.im, alpha)))
+def _sum(d: _Writer, op: Callable[[Any, Any], Any], x: Any, y: Any, alpha: Any) -> Pair:
+    return d.pair(*(op(a, d.mul(b, alpha)) for a, b in zip(_pair(x), _pair(y), strict=True)))
 
 
-@rule(aten.sub.Tensor, aten.sub.Scalar)
-def sub(d: _Writer, x: Any, y: Any, *, alpha: Any = 1) -> Pair:
-    a, b = _pair(x), _pair(y)
-    return d.pair(d.sub(a.re, d.mul(b.re, alpha)), d.sub(a.im, d.mul(b.im, alpha)))
-
-
-@rule(aten.rsub.Scalar, aten.rsub.Tensor)
-def rsub(d: _Writer, x: Any, y: Any, alpha: Any = 1) -> Pair:
-    return sub(d, y, x, alpha=alpha)
+rule(aten.add.Tensor, aten.add.Scalar)(lambda d, x, y, *, alpha=1: _sum(d, d.add, x, y, alpha))
+rule(aten.sub.Tensor, aten.sub.Scalar)(lambda d, x, y, *, alpha=1: _sum(d, d.sub, x, y, alpha))
+rule(aten.rsub.Tensor, aten.rsub.Scalar)(lambda d, x, y, alpha=1: _sum(d, d.sub, y, x, alpha))
 
 
 @rule(aten.div.Tensor, aten.div.Scalar)
@@ -363,14 +351,9 @@ def div(d: _Writer, x: Any, y: Any) -> Pair:
     return d.pair(d(aten.div.Tensor, re, by), d(aten.div.Tensor, im, by))
 
 
-@rule(aten.abs.default)
-def abs_(d: _Writer, z: Pair) -> Node:
-    return d(aten.hypot.default, z.re, z.im)
-
-
-@rule(aten.angle.default)
-def angle(d: _Writer, z: Pair) -> Node:
-    return d(aten.atan2.default, z.im, z.re)
+rule(aten.abs.default)(lambda d, z: d(aten.hypot.default, z.re, z.im))
+rule(aten.angle.default)(lambda d, z: d(aten.atan2.default, z.im, z.re))
+rule(aten.exp.default)(lambda d, z: polar(d, d(aten.exp.default, z.re), z.im))
 
 
 @rule(aten.sgn.default)
@@ -378,11 +361,6 @@ def sgn(d: _Writer, z: Pair) -> Pair:
     size = d(aten.hypot.default, z.re, z.im)
     zero = d(aten.eq.Scalar, size, 0)
     return d.pair(*(d(aten.masked_fill.Scalar, d(aten.div.Tensor, x, size), zero, 0) for x in z))
-
-
-@rule(aten.exp.default)
-def exp(d: _Writer, z: Pair) -> Pair:
-    return polar(d, d(aten.exp.default, z.re), z.im)
 
 
 @rule(aten.eq.Scalar)
@@ -400,9 +378,7 @@ def zeros(d: _Writer, *_: Any, **__: Any) -> Pair:
     return d.pair(0, 0)
 
 
-@rule(aten.scalar_tensor.default, aten.full.default, computes=False)
-def full(d: _Writer, *args: Any, **_: Any) -> Pair:
-    return d.pair(*_pair(args[-1]))
+rule(aten.scalar_tensor.default, aten.full.default, computes=False)(lambda d, *args, **_: d.pair(*_pair(args[-1])))
 
 
 @rule(aten._to_copy.default, computes=False)

@@ -16,17 +16,10 @@ from ..ir.loops import Op, Scan
 from ..ir.ops import identity
 
 CTYPE = {
-    torch.bool: "bool",
-    torch.uint8: "uint8_t",
-    torch.int8: "int8_t",
-    torch.int16: "int16_t",
-    torch.int32: "int32_t",
-    torch.int64: "int64_t",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float",
+    torch.bool: "bool", torch.uint8: "uint8_t", torch.int8: "int8_t", torch.int16: "int16_t", torch.int32: "int32_t",
+    torch.int64: "int64_t", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float",
     torch.float64: "double",
-}
+}  # fmt: skip
 _HALF = (torch.float16, torch.bfloat16)
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "and": "&", "or": "|", "xor": "^",

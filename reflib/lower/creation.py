@@ -37,19 +37,13 @@ def _rounded(value: Any, dtype: torch.dtype) -> Any:
     return torch.tensor(value, dtype=dtype).item() if dtype.is_floating_point else value
 
 
-@rule("full.default")
-def full(cx: LoweringContext, size: Any, fill_value: Any, **_: Any) -> View:
-    return fill(cx, fill_value)
+rule("full.default")(lambda cx, size, fill_value, **_: fill(cx, fill_value))
+rule("scalar_tensor")(lambda cx, s, **_: fill(cx, s))
 
 
 @rule("full_like", "new_full", "fill.Scalar", "fill.Tensor")
 def full_like(cx: LoweringContext, x: Any, *args: Any, **kwargs: Any) -> View:
     return fill(cx, kwargs.get("fill_value", kwargs.get("value", args[-1] if args else None)))
-
-
-@rule("scalar_tensor")
-def scalar_tensor(cx: LoweringContext, s: Any, **_: Any) -> View:
-    return fill(cx, s)
 
 
 def _once(cx: LoweringContext, x: View) -> tuple[LoweringContext, View]:
@@ -91,24 +85,11 @@ def conj_physical(cx: LoweringContext, x: Any) -> View:
     return extern(cx, torch.ops.aten.scalar_tensor.default, (x.conjugate(),), kwargs, "a complex number")
 
 
-@rule("zeros.default", "zeros_like", "new_zeros")
-def zeros(cx: LoweringContext, *_: Any, **__: Any) -> View:
-    return fill(cx, 0)
-
-
-@rule("ones.default", "ones_like", "new_ones")
-def ones(cx: LoweringContext, *_: Any, **__: Any) -> View:
-    return fill(cx, 1)
-
-
-@rule("arange.default")
-def arange(cx: LoweringContext, end: Any, **_: Any) -> View:
-    return _range(cx, 0, 1, end)
-
-
-@rule("arange.start", "arange.start_step")
-def arange_start(cx: LoweringContext, start: Any, end: Any, step: Any = 1, **_: Any) -> View:
-    return _range(cx, start, step, end)
+rule("zeros.default", "zeros_like", "new_zeros")(lambda cx, *_, **__: fill(cx, 0))
+rule("ones.default", "ones_like", "new_ones")(lambda cx, *_, **__: fill(cx, 1))
+rule("arange.default")(lambda cx, end, **_: _range(cx, 0, 1, end))
+rule("arange.start", "arange.start_step")(lambda cx, start, end, step=1, **_: _range(cx, start, step, end))
+rule("prims::iota")(lambda cx, length, *, start, step, **_: _range(cx, start, step, 0))
 
 
 def _range(cx: LoweringContext, start: Any, step: Any, end: Any) -> View:
@@ -120,26 +101,19 @@ def _range(cx: LoweringContext, start: Any, step: Any, end: Any) -> View:
     return nest(cx, lambda k: k.index(k.linear([0])).to(torch.float64) * step + start)
 
 
-@rule("prims::iota")
-def iota(cx: LoweringContext, length: Any, *, start: Any, step: Any, **_: Any) -> View:
-    return _range(cx, start, step, 0)
-
-
 @element("eye.default", "eye.m")
 def eye(k: NestBuilder, *_: Any, **__: Any) -> Value:
     return k.index(k.coords[0]).eq(k.index(k.coords[1])).to(value_dtype(check_dtype(k.cx.dtype)))
 
 
-@element("triu.default")
-def triu(k: NestBuilder, x: View, diagonal: Any = 0) -> Value:
+def _above(k: NestBuilder) -> Value:
+    """How far an element of a matrix lies above the diagonal."""
     row, col = k.index(k.coords[-2]), k.index(k.coords[-1])
-    return where(col - row >= diagonal, k.load(x), 0)
+    return col - row
 
 
-@element("tril.default")
-def tril(k: NestBuilder, x: View, diagonal: Any = 0) -> Value:
-    row, col = k.index(k.coords[-2]), k.index(k.coords[-1])
-    return where(col - row <= diagonal, k.load(x), 0)
+element("triu.default")(lambda k, x, diagonal=0: where(_above(k) >= diagonal, k.load(x), 0))
+element("tril.default")(lambda k, x, diagonal=0: where(_above(k) <= diagonal, k.load(x), 0))
 
 
 @rule("empty.memory_format", "empty_strided", "empty_like", "new_empty", "new_empty_strided")

@@ -136,11 +136,6 @@ def sub(x: Value, y: Value, alpha: Scalar = 1) -> Value:
     return x - y if alpha == 1 else fma(-y, alpha, x)
 
 
-@kernel("rsub.Tensor", "rsub.Scalar", at=(0, 1))
-def rsub(x: Value, y: Value, alpha: Scalar = 1) -> Value:
-    return sub(y, x, alpha)
-
-
 def div(cx: LoweringContext, x: Any, y: Any) -> View:
     """Of a number the reciprocal is taken first, once: of a Python number in float64, of a tensor on the CPU in the
     result's dtype. A tensor of one number on the GPU is no number."""
@@ -184,21 +179,14 @@ for _op in overloads("div.Tensor", "div.Scalar", "true_divide"):
     FORMULAS[_op] = div, frozenset((torch.float32, torch.float64, *HALF))
 
 
-@kernel("addcmul", at=(0, 1, 2))
-def addcmul(x: Value, a: Value, b: Value, value: Scalar = 1) -> Value:
-    return fma(a, b, x) if single(value) == 1 else fma(a * b, value, x)
-
-
-@kernel("addcdiv", at=(0, 1, 2))
-def addcdiv(x: Value, a: Value, b: Value, value: Scalar = 1) -> Value:
-    return x + a / b if value == 1 else fma(a / b, value, x)
-
-
-@kernel("lerp.Scalar", "lerp.Tensor", at=(0, 1, 2))
-def lerp(x: Value, y: Value, w: Value) -> Value:
-    return where(w.abs() < 0.5, fma(w, y - x, x), fma(-(y - x), 1 - w, y))
-
-
+kernel("rsub.Tensor", "rsub.Scalar", at=(0, 1))(lambda x, y, alpha=1: sub(y, x, alpha))
+kernel("addcmul", at=(0, 1, 2))(
+    lambda x, a, b, value=1: fma(a, b, x) if single(value) == 1 else fma(a * b, value, x)
+)
+kernel("addcdiv", at=(0, 1, 2))(lambda x, a, b, value=1: x + a / b if value == 1 else fma(a / b, value, x))
+kernel("lerp.Scalar", "lerp.Tensor", at=(0, 1, 2))(
+    lambda x, y, w: where(w.abs() < 0.5, fma(w, y - x, x), fma(-(y - x), 1 - w, y))
+)
 kernel("rsqrt")(lambda x: x.op("rsqrt"))
 
 
@@ -214,25 +202,23 @@ def pow_(x: Value, exponent: Any) -> Value:
 
 
 # -- activations: Activation*Kernel; of sigmoid and tanh BinaryMiscBackwardOpsKernels; dropout: Dropout -----------
-@kernel("sigmoid")
-def sigmoid_(x: Value) -> Value:
-    return sigmoid(x)
-
-
-@kernel("sigmoid_backward", at=(0, 1))
-def sigmoid_backward(grad: Value, y: Value) -> Value:
-    return stored(grad * stored(1 - y)) * y
+kernel("sigmoid")(sigmoid)
+kernel("sigmoid_backward", at=(0, 1))(lambda grad, y: stored(grad * stored(1 - y)) * y)
+kernel("silu")(lambda x: x / ((-x).exp() + 1))
+kernel("erf")(erf)
+kernel("mish")(lambda x: x * x.exp().log1p().tanh())
+kernel("softplus")(activations.softplus)
+kernel("softplus_backward", at=(0, 1))(activations.softplus_backward)
+kernel("hardswish")(lambda x: x * (x + 3).maximum(0).minimum(6) * (1 / 6))
+kernel("hardswish_backward", at=(0, 1))(activations.hardswish_backward)
+kernel("hardsigmoid")(lambda x: (x + 3).maximum(0).minimum(6) * (1 / 6))
+kernel("native_dropout_backward")(activations.native_dropout_backward)
 
 
 @kernel("tanh_backward", at=(0, 1))
 def tanh_backward(grad: Value, y: Value) -> Value:
     half = y.kernel.cx.dtype in HALF
     return grad * (stored(1 - stored(y * y)) if half else fma(-y, y, 1))
-
-
-@kernel("silu")
-def silu(x: Value) -> Value:
-    return x / ((-x).exp() + 1)
 
 
 @kernel("silu_backward", at=(0, 1))
@@ -243,11 +229,6 @@ def silu_backward(grad: Value, x: Value) -> Value:
 
 _CUBIC = single(0.044715)
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
-
-
-@kernel("erf")
-def erf_(x: Value) -> Value:
-    return erf(x)
 
 
 @kernel("gelu")
@@ -270,19 +251,10 @@ def gelu_backward(grad: Value, x: Value, approximate: str = "none") -> Value:
     return grad * fma(t + 1, 0.5, x * 0.5 * fma(-t, t, 1) * slope)
 
 
-@kernel("mish")
-def mish(x: Value) -> Value:
-    return x * x.exp().log1p().tanh()
-
-
 @kernel("mish_backward", at=(0, 1))
 def mish_backward(grad: Value, x: Value) -> Value:
     t = x.exp().log1p().tanh()
     return grad * fma(x * sigmoid(x), fma(-t, t, 1), t)
-
-
-kernel("softplus")(activations.softplus)
-kernel("softplus_backward", at=(0, 1))(activations.softplus_backward)
 
 
 def log_sigmoid_forward(cx: LoweringContext, x: View) -> tuple[View, View]:
@@ -314,21 +286,3 @@ def elu_backward(grad: Value, alpha: Any, scale: Any, input_scale: Any, is_resul
     factor, inner = single(alpha) * single(scale), grad * input_scale
     below = inner * (x + factor) if is_result else inner * factor * (x * input_scale).exp()
     return where(x <= 0, below, grad * scale)
-
-
-@kernel("hardswish")
-def hardswish(x: Value) -> Value:
-    return x * (x + 3).maximum(0).minimum(6) * (1 / 6)
-
-
-kernel("hardswish_backward", at=(0, 1))(activations.hardswish_backward)
-
-
-@kernel("hardsigmoid")
-def hardsigmoid(x: Value) -> Value:
-    return (x + 3).maximum(0).minimum(6) * (1 / 6)
-
-
-@kernel("native_dropout_backward")
-def native_dropout_backward(grad: Value, mask: Any, scale: Scalar) -> Value:
-    return activations.native_dropout_backward(grad, mask, scale)

@@ -63,9 +63,7 @@ def col2im(
         where = [*n, (c * g.kernel[0] + i) * g.kernel[1] + j, row * windows[1] + column]
         return w.k.load(x, where, mask).to(value_dtype(check_dtype(x.dtype)))
 
-    w.store(out, w.sum(term(point) for point in w.points()))
-    w.k.finish()
-    return out
+    return w.finish(out, w.sum(term(point) for point in w.points()))
 
 
 def _windows(g: Geometry, d: int, size: Expr) -> Expr:

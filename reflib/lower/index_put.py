@@ -121,9 +121,7 @@ def _gathered(
         assert hit is not None
         return where(hit, k.load(values, [*w.lead, *(at[d] for d in along)], hit).to(compute), 0)
 
-    w.store(out, k.load(x).to(compute) + w.sum(term(at, m) for at, m in w.elements(places)))
-    k.finish()
-    return out
+    return w.finish(out, k.load(x).to(compute) + w.sum(term(at, m) for at, m in w.elements(places)))
 
 
 def _dimensions(tables: Sequence[torch.Tensor | None]) -> list[int]:

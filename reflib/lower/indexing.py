@@ -171,11 +171,6 @@ def diagonal_scatter(k: NestBuilder, x: View, src: View, offset: int = 0, dim1: 
 
 
 # -- reads at positions held in tensors -----------------------------------------------------------------------
-@element("gather")
-def gather(k: NestBuilder, x: View, dim: int, index: View, sparse_grad: bool = False) -> Value:
-    return _at_position(k, x, dim, index, k.coords)
-
-
 @element("index_select")
 def index_select(k: NestBuilder, x: View, dim: int, index: View) -> Value:
     return _at_position(k, x, dim, index, [k.coords[axis(dim, len(x.shape))]] if x.shape and index.shape else [])
@@ -189,6 +184,9 @@ def _at_position(k: NestBuilder, x: View, dim: int, index: View, at: Sequence[Ex
     d = axis(dim, len(x.shape))
     coords[d] = k.indirect(k.load(index, at), x.shape[d])
     return k.load(x, coords)
+
+
+element("gather")(lambda k, x, dim, index, sparse_grad=False: _at_position(k, x, dim, index, k.coords))
 
 
 @element("embedding")

@@ -10,20 +10,10 @@ from reflib.ir.loops import Const, Index
 from reflib.ir.ops import value_dtype
 from reflib.ir.program import View
 
-from .body import NestBuilder, Scalar, Value, where
+from .body import NestBuilder, Value, where
 from .context import LoweringContext
-from .pointwise import elementwise, pointwise, scaled, to_copy
+from .pointwise import elementwise, formulas, pointwise, scaled, to_copy
 from .rules import Unsupported, rule
-
-
-@pointwise("reciprocal")
-def reciprocal(x: Value) -> Value:
-    return 1 / x
-
-
-@pointwise("isnan", dtype="self")
-def isnan(x: Value) -> Value:
-    return x.isnan()
 
 
 @rule("masked_fill.Scalar", "masked_fill.Tensor")
@@ -32,16 +22,6 @@ def masked_fill(cx: LoweringContext, x: View, mask: View, value: Any) -> View:
         return where(m.to(torch.bool), v.to(a.dtype) if isinstance(v, Value) else v, a)
 
     return elementwise(cx, formula, (x, mask, value), dtype="self")
-
-
-@pointwise("rsub", n=2)
-def rsub(x: Value, y: Value, alpha: Scalar = 1) -> Value:
-    return y - scaled(x, alpha)
-
-
-@pointwise("square")
-def square(x: Value) -> Value:
-    return x * x
 
 
 @pointwise("pow.Tensor_Scalar", n=1)
@@ -88,26 +68,11 @@ def _integer_power(x: Value, n: int) -> Value:
     return out
 
 
-@pointwise("pow.Tensor_Tensor", "pow.Scalar", n=2)
-def pow_tensor(x: Value, y: Value) -> Value:
-    return x.op("pow", y)
-
-
 @pointwise("clamp", n=3)
 def clamp(x: Value, lo: Value | None = None, hi: Value | None = None, **named: Any) -> Value:
     lo, hi = named.get("min", lo), named.get("max", hi)
     x = x if lo is None else x.maximum(lo)
     return x if hi is None else x.minimum(hi)
-
-
-@pointwise("clamp_min", n=2)
-def clamp_min(x: Value, lo: Value) -> Value:
-    return x.maximum(lo)
-
-
-@pointwise("clamp_max", n=2)
-def clamp_max(x: Value, hi: Value) -> Value:
-    return x.minimum(hi)
 
 
 def whole(op: str, x: Value, y: Value) -> Value:
@@ -130,33 +95,11 @@ def div_mode(x: Value, y: Value, rounding_mode: str | None = None) -> Value:
     return (x / y).to(x.kernel.cx.dtype).op("trunc")  # of half precision what eager takes, as in ``_to_whole``
 
 
-@pointwise("floor_divide", n=2)
-def floor_divide(x: Value, y: Value) -> Value:
-    return whole("floordiv", x, y)
-
-
-@pointwise("remainder", n=2)
-def remainder(x: Value, y: Value) -> Value:
-    return whole("remainder", x, y)
-
-
-@pointwise("fmod", n=2)
-def fmod(x: Value, y: Value) -> Value:
-    return whole("fmod", x, y)
-
-
-@pointwise("fmax", n=2)
-def fmax(x: Value, y: Value) -> Value:
+def _extreme_number(op: str, x: Value, y: Value) -> Value:
+    """The other operand, where one is not a number."""
     if not x.dtype.is_floating_point:
-        return x.maximum(y)
-    return where(x.isnan(), y, where(y.isnan(), x, x.maximum(y)))
-
-
-@pointwise("fmin", n=2)
-def fmin(x: Value, y: Value) -> Value:
-    if not x.dtype.is_floating_point:
-        return x.minimum(y)
-    return where(x.isnan(), y, where(y.isnan(), x, x.minimum(y)))
+        return x.op(op, y)
+    return where(x.isnan(), y, where(y.isnan(), x, x.op(op, y)))
 
 
 @pointwise("sign", "sgn")
@@ -166,24 +109,24 @@ def sign(x: Value) -> Value:
     return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
 
 
-@pointwise("prims::fma", n=3)
-def fma(x: Value, y: Value, z: Value) -> Value:
-    return x.op("fma", y, z)
-
-
-@pointwise("lerp.Scalar", "lerp.Tensor", n=3)
-def lerp(x: Value, y: Value, w: Value) -> Value:
-    return where(w.abs() < 0.5, x + w * (y - x), y - (y - x) * (1 - w))
-
-
-@pointwise("addcmul", n=3)
-def addcmul(x: Value, a: Value, b: Value, value: Scalar = 1) -> Value:
-    return x + scaled(a, value) * b
-
-
-@pointwise("addcdiv", n=3)
-def addcdiv(x: Value, a: Value, b: Value, value: Scalar = 1) -> Value:
-    return x + scaled(a, value) / b
+formulas(1, {"reciprocal": lambda x: 1 / x, "square": lambda x: x * x, "bitwise_not": lambda x: ~x})
+formulas(2, {
+    "rsub": lambda x, y, alpha=1: y - scaled(x, alpha),
+    "pow.Tensor_Tensor pow.Scalar": lambda x, y: x.op("pow", y),
+    "clamp_min": lambda x, lo: x.maximum(lo),
+    "clamp_max": lambda x, hi: x.minimum(hi),
+    "floor_divide": lambda x, y: whole("floordiv", x, y),
+    "remainder": lambda x, y: whole("remainder", x, y),
+    "fmod": lambda x, y: whole("fmod", x, y),
+    "fmax": lambda x, y: _extreme_number("maximum", x, y),
+    "fmin": lambda x, y: _extreme_number("minimum", x, y),
+})  # fmt: skip
+formulas(3, {
+    "prims::fma": lambda x, y, z: x.op("fma", y, z),
+    "lerp.Scalar lerp.Tensor": lambda x, y, w: where(w.abs() < 0.5, x + w * (y - x), y - (y - x) * (1 - w)),
+    "addcmul": lambda x, a, b, value=1: x + scaled(a, value) * b,
+    "addcdiv": lambda x, a, b, value=1: x + scaled(a, value) / b,
+})  # fmt: skip
 
 
 def _register_table() -> None:
@@ -214,11 +157,6 @@ _register_table()
 
 
 # -- bits -------------------------------------------------------------------------------------------------
-@pointwise("bitwise_not")
-def bitwise_not(x: Value) -> Value:
-    return ~x
-
-
 @pointwise("bitwise_left_shift", "__lshift__", n=2)
 def left_shift(x: Value, y: Value) -> Value:
     return _shifted("shl", x, y, lambda: x.like(0))
@@ -238,6 +176,9 @@ def _shifted(op: str, x: Value, y: Value, gone: Callable[[], Value]) -> Value:
 
 
 # -- tests of values --------------------------------------------------------------------------------------
+formulas(1, {"isnan": lambda x: x.isnan()}, dtype="self")
+
+
 @pointwise("isinf", dtype="self")
 def isinf(x: Value) -> Value:
     return x.op("isinf") if x.dtype.is_floating_point else x.kernel.value(False, torch.bool)

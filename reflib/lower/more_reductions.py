@@ -1,6 +1,7 @@
 """Reductions that most models do without: products, any and all, positions of extremes, norms."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,32 +24,13 @@ def prod(cx: LoweringContext, x: View, dim: Any = None, keepdim: bool = False, *
     return reduction(cx, x, dims_of(x, dim), lambda k, v: k.reduce("prod", v.to(compute)))
 
 
-@rule("any.default", "any.dim", "any.dims")
-def any_(cx: LoweringContext, x: View, dim: Any = None, keepdim: bool = False) -> View:
-    return reduction(cx, x, _all_or(x, dim), lambda k, v: k.reduce("any", v.to(torch.bool)))
-
-
-@rule("all.default", "all.dim", "all.dims")
-def all_(cx: LoweringContext, x: View, dim: Any = None, keepdim: bool = False) -> View:
-    return reduction(cx, x, _all_or(x, dim), lambda k, v: k.reduce("all", v.to(torch.bool)))
-
-
-def _all_or(x: View, dim: Any) -> tuple[int, ...]:
+def _truth(kind: str, cx: LoweringContext, x: View, dim: Any = None, keepdim: bool = False) -> View:
     """any/all over an empty list of dims reduce nothing."""
-    return () if isinstance(dim, (list, tuple)) and not dim else dims_of(x, dim)
+    dims = () if isinstance(dim, (list, tuple)) and not dim else dims_of(x, dim)
+    return reduction(cx, x, dims, lambda k, v: k.reduce(kind, v.to(torch.bool)))
 
 
-@rule("argmax")
-def argmax(cx: LoweringContext, x: View, dim: int | None = None, keepdim: bool = False) -> View:
-    return _arg(cx, x, dim, "argmax")
-
-
-@rule("argmin")
-def argmin(cx: LoweringContext, x: View, dim: int | None = None, keepdim: bool = False) -> View:
-    return _arg(cx, x, dim, "argmin")
-
-
-def _arg(cx: LoweringContext, x: View, dim: int | None, kind: str) -> View:
+def _arg(kind: str, cx: LoweringContext, x: View, dim: int | None = None, keepdim: bool = False) -> View:
     dims = dims_of(x, dim)
     return reduction(cx, x, dims, lambda k, v: k.reduce(kind, _ordered(v), k.index(k.linear(dims))))
 
@@ -57,17 +39,7 @@ def _ordered(v: Value) -> Value:
     return v.to(torch.int32) if v.dtype == torch.bool else v
 
 
-@rule("max.dim")
-def max_dim(cx: LoweringContext, x: View, dim: int, keepdim: bool = False) -> list[View]:
-    return _extreme_and_index(cx, x, dim, "max")
-
-
-@rule("min.dim")
-def min_dim(cx: LoweringContext, x: View, dim: int, keepdim: bool = False) -> list[View]:
-    return _extreme_and_index(cx, x, dim, "min")
-
-
-def _extreme_and_index(cx: LoweringContext, x: View, dim: int, kind: str) -> list[View]:
+def _extreme_and_index(kind: str, cx: LoweringContext, x: View, dim: int, keepdim: bool = False) -> list[View]:
     dims = dims_of(x, dim)
     if any(x.shape[d] == 0 for d in dims):
         raise Unsupported("the extreme of nothing is an error, which ATen raises")
@@ -79,6 +51,13 @@ def _extreme_and_index(cx: LoweringContext, x: View, dim: int, kind: str) -> lis
     k.store(indices, k.reduce(f"arg{kind}", _ordered(v), k.index(k.linear(dims))), at)
     k.finish()
     return [values, indices]
+
+
+for _kind, _names in (("any", ("any.default", "any.dim", "any.dims")), ("all", ("all.default", "all.dim", "all.dims"))):
+    rule(*_names)(partial(_truth, _kind))
+for _kind in ("max", "min"):
+    rule(f"arg{_kind}")(partial(_arg, f"arg{_kind}"))
+    rule(f"{_kind}.dim")(partial(_extreme_and_index, _kind))
 
 
 @rule("linalg_vector_norm")

@@ -38,6 +38,12 @@ def pointwise(*names: str, n: int = 1, dtype: str = "same") -> Callable[[Callabl
     return decorate
 
 
+def formulas(n: int, table: dict[str, Callable[..., Any]], dtype: str = "same") -> None:
+    """A formula per op, as :func:`pointwise`. A key may name several ops, with spaces between them."""
+    for names, formula in table.items():
+        pointwise(*names.split(), n=n, dtype=dtype)(formula)
+
+
 def elementwise(
     cx: LoweringContext, formula: Callable[..., Any], operands: Any, rest: Any = (), kwargs: Any = None,
     dtype: str = "same",
@@ -100,16 +106,6 @@ def add(x: Value, y: Value, alpha: Scalar = 1) -> Value:
     return x + scaled(y, alpha)
 
 
-@pointwise("sub", n=2)
-def sub(x: Value, y: Value, alpha: Scalar = 1) -> Value:
-    return x - scaled(y, alpha)
-
-
-@pointwise("mul", n=2)
-def mul(x: Value, y: Value) -> Value:
-    return x & y if x.dtype == torch.bool else x * y
-
-
 @pointwise("div.Tensor", "div.Scalar", "true_divide", n=2)
 def div(x: Value, y: Value) -> Value:
     """By a number, eager on a GPU multiplies by its reciprocal: one instruction instead of some 12."""
@@ -118,9 +114,13 @@ def div(x: Value, y: Value) -> Value:
     return x * (1 / by.value) if number else x / y  # type: ignore[union-attr]
 
 
-@pointwise("abs")
-def abs_(x: Value) -> Value:
-    return x.abs()
+formulas(2, {
+    "sub": lambda x, y, alpha=1: x - scaled(y, alpha),
+    "mul": lambda x, y: x & y if x.dtype == torch.bool else x * y,
+    "threshold_backward": lambda grad, x, threshold: where(x <= threshold, 0, grad),
+})  # fmt: skip
+formulas(1, {"abs": lambda x: x.abs(), "neg": lambda x: -x, "relu": lambda x: x.maximum(0)})
+formulas(1, {"logical_not": lambda x: ~x.to(torch.bool)}, dtype="self")
 
 
 # -- comparison, logic, functions ----------------------------------------------------------------------------
@@ -139,16 +139,6 @@ def _register_table() -> None:
 _register_table()
 
 
-@pointwise("neg")
-def neg(x: Value) -> Value:
-    return -x
-
-
-@pointwise("logical_not", dtype="self")
-def logical_not(x: Value) -> Value:
-    return ~x.to(torch.bool)
-
-
 # -- selection ------------------------------------------------------------------------------------------
 @rule("where.self")
 def where_self(cx: LoweringContext, cond: View, x: Any, y: Any) -> View:
@@ -157,16 +147,6 @@ def where_self(cx: LoweringContext, cond: View, x: Any, y: Any) -> View:
         return where(c.to(torch.bool), a.kernel.value(a, dtype), b.kernel.value(b, dtype))
 
     return elementwise(cx, formula, (cond, x, y), dtype="self")
-
-
-@pointwise("relu")
-def relu(x: Value) -> Value:
-    return x.maximum(0)
-
-
-@pointwise("threshold_backward", n=2)
-def threshold_backward(grad: Value, x: Value, threshold: Scalar) -> Value:
-    return where(x <= threshold, 0, grad)
 
 
 # -- casts and copies -----------------------------------------------------------------------------------

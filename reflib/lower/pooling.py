@@ -100,8 +100,11 @@ class Window:
             total = total + t
         return total
 
-    def store(self, out: View, value: Any) -> None:
+    def finish(self, out: View, value: Any) -> View:
+        """``out``, to which ``value`` is stored last."""
         self.k.store(out, value, self.coords)
+        self.k.finish()
+        return out
 
 
 def spread(value: Any, dims: int) -> list[Expr]:
@@ -131,11 +134,8 @@ class Geometry:
         k, p, step = self.kernel[d], self.padding[d], self.dilation[d]
         start = o * self.stride[d] - p
         within = 0
-        if not self.ceil and None not in (
-            k.constant,
-            p.constant,
-            step.constant,
-        ):  # the last window ends with the padding
+        known = None not in (k.constant, p.constant, step.constant)
+        if not self.ceil and known:  # the last window ends with the padding
             within = sum((int(k) - 1 - j) * int(step) >= int(p) for j in range(int(k)))
         return Side(start, k, size, step, within)
 
@@ -189,9 +189,7 @@ def avg_pool(
     w = Window(cx, out, g.kernel)
     sides = [g.side(d, w.spatial[d], sizes[d]) for d in range(dims)]
     total = w.sum(w.k.load(x, [*w.lead, *at], m).to(compute) for at, m in w.elements(sides))
-    w.store(out, divided(total, Divisor(g, sizes, count_include_pad, divisor_override).at(w.spatial)))
-    w.k.finish()
-    return out
+    return w.finish(out, divided(total, Divisor(g, sizes, count_include_pad, divisor_override).at(w.spatial)))
 
 
 def _dims(cx: LoweringContext) -> int:
@@ -220,9 +218,7 @@ def avg_pool_backward(
         return value if constant is not None else divided(value, divisor.at(at))
 
     total = w.sum(term(point, *e) for point, e in zip(w.points(), w.elements(sides)))
-    w.store(out, total if constant is None else divided(total, expr(constant)))
-    w.k.finish()
-    return out
+    return w.finish(out, total if constant is None else divided(total, expr(constant)))
 
 
 # -- maximum ----------------------------------------------------------------------------------------------
@@ -249,10 +245,8 @@ def largest(cx: LoweringContext, x: View, counts: Sequence[Expr], side: Callable
     found = [(w.k.load(x, [*w.lead, *at], m, lowest(dtype)), place(at), m) for at, m in w.elements(sides)]
     pick = _pick if w.unrolled else _pick_reduced
     best, where_ = pick(w.k, found, place([s.first() for s in sides]))
-    w.store(values, best)
-    w.store(indices, where_)
-    w.k.finish()
-    return [values, indices]
+    w.k.store(values, best, w.coords)
+    return [values, w.finish(indices, where_)]
 
 
 Found = list[tuple[Value, Value, Value | None]]  # value, position, mask
@@ -321,9 +315,7 @@ def chosen(
         hit = w.k.load(indices, [*w.lead, *at], mask, -1).eq(at_here)
         return where(hit, w.k.load(grad, [*w.lead, *at], mask), 0)
 
-    w.store(out, w.sum(term(at, m) for at, m in w.elements(sides)))
-    w.k.finish()
-    return out
+    return w.finish(out, w.sum(term(at, m) for at, m in w.elements(sides)))
 
 
 # -- adaptive ---------------------------------------------------------------------------------------------
@@ -360,9 +352,7 @@ def adaptive_avg_pool(cx: LoweringContext, x: View, output_size: Any) -> View:
     w = Window(cx, out, _shares(sizes, parts))
     sides = [share(w.spatial[d], sizes[d], parts[d]) for d in range(dims)]
     total = w.sum(w.k.load(x, [*w.lead, *at], m).to(compute) for at, m in w.elements(sides))
-    w.store(out, divided(total, _length(sides)))
-    w.k.finish()
-    return out
+    return w.finish(out, divided(total, _length(sides)))
 
 
 def _length(sides: Sequence[Side]) -> Expr:
@@ -380,9 +370,7 @@ def adaptive_avg_pool_backward(cx: LoweringContext, grad: View, x: View) -> View
         length = _length([share(o, sizes[d], parts[d]) for d, o in enumerate(at)])
         return divided(w.k.load(grad, [*w.lead, *at], mask), length)
 
-    w.store(out, w.sum(term(at, m) for at, m in w.elements(sides)))
-    w.k.finish()
-    return out
+    return w.finish(out, w.sum(term(at, m) for at, m in w.elements(sides)))
 
 
 @rule("adaptive_max_pool2d", "adaptive_max_pool3d")
@@ -419,6 +407,4 @@ def unfold_backward(cx: LoweringContext, grad: View, sizes: Any, dim: int, size:
             mask = both(mask, w.k.index(distance) < g.kernel[0])
         return w.k.load(grad, [*w.lead, *at, distance], mask)
 
-    w.store(out, w.sum(term(point, *e) for point, e in zip(w.points(), w.elements([side, *whole]))))
-    w.k.finish()
-    return out
+    return w.finish(out, w.sum(term(point, *e) for point, e in zip(w.points(), w.elements([side, *whole]))))

@@ -1,6 +1,7 @@
 """Reductions: a LoopNest whose reduced dimensions are r axes."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,14 +57,12 @@ def mean(cx: LoweringContext, x: View, dim: Any = None, keepdim: bool = False, *
     return reduction(cx, x, dims, lambda k, v: k.reduce("sum", v.to(compute)) / k.count(dims))
 
 
-@rule("amax", "max.default")
-def amax(cx: LoweringContext, x: View, dim: Any = None, keepdim: bool = False) -> View:
-    return reduction(cx, x, dims_of(x, dim), lambda k, v: extreme(k, "max", v))
+def _extremes(kind: str, cx: LoweringContext, x: View, dim: Any = None, keepdim: bool = False) -> View:
+    return reduction(cx, x, dims_of(x, dim), lambda k, v: extreme(k, kind, v))
 
 
-@rule("amin", "min.default")
-def amin(cx: LoweringContext, x: View, dim: Any = None, keepdim: bool = False) -> View:
-    return reduction(cx, x, dims_of(x, dim), lambda k, v: extreme(k, "min", v))
+rule("amax", "max.default")(partial(_extremes, "max"))
+rule("amin", "min.default")(partial(_extremes, "min"))
 
 
 def extreme(k: NestBuilder, kind: str, v: Value) -> Value:

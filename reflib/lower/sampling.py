@@ -35,9 +35,7 @@ def grid_sampler(
     return nest(cx, lambda k: _sample(k, x, grid, interpolation_mode, padding_mode, align_corners))
 
 
-@rule("cudnn_grid_sampler")
-def cudnn_grid_sampler(cx: LoweringContext, x: View, grid: View) -> View:
-    return nest(cx, lambda k: _sample(k, x, grid, LINEAR, 0, True))
+rule("cudnn_grid_sampler")(lambda cx, x, grid: nest(cx, lambda k: _sample(k, x, grid, LINEAR, 0, True)))
 
 
 def _sample(k: NestBuilder, x: View, grid: View, mode: int, padding: int, align: bool) -> Value:

@@ -1,5 +1,6 @@
 """Scans: cumsum, cumprod, logcumsumexp, cummax, cummin. A loop nest whose r axis is the scanned dimension."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def check_rows(cx: LoweringContext, x: View, dim: int, kind: str) -> None:
         raise Unsupported("a few, very long rows that cannot be cut into equal pieces")
 
 
-def _accumulate(cx: LoweringContext, x: View, dim: int, kind: str) -> View:
+def _accumulate(kind: str, cx: LoweringContext, x: View, dim: int, *, dtype: Any = None) -> View:
     check_rows(cx, x, dim, kind)
     out = cx.out()
     compute = value_dtype(check_dtype(cx.dtype))
@@ -50,32 +51,7 @@ def _accumulate(cx: LoweringContext, x: View, dim: int, kind: str) -> View:
     return out
 
 
-@rule("cumsum.default")
-def cumsum(cx: LoweringContext, x: View, dim: int, *, dtype: Any = None) -> View:
-    return _accumulate(cx, x, dim, "sum")
-
-
-@rule("cumprod.default")
-def cumprod(cx: LoweringContext, x: View, dim: int, *, dtype: Any = None) -> View:
-    return _accumulate(cx, x, dim, "prod")
-
-
-@rule("logcumsumexp.default")
-def logcumsumexp(cx: LoweringContext, x: View, dim: int) -> View:
-    return _accumulate(cx, x, dim, "logsumexp")
-
-
-@rule("cummax.default")
-def cummax(cx: LoweringContext, x: View, dim: int) -> list[View]:
-    return _extreme(cx, x, dim, "max")
-
-
-@rule("cummin.default")
-def cummin(cx: LoweringContext, x: View, dim: int) -> list[View]:
-    return _extreme(cx, x, dim, "min")
-
-
-def _extreme(cx: LoweringContext, x: View, dim: int, kind: str) -> list[View]:
+def _extreme(kind: str, cx: LoweringContext, x: View, dim: int) -> list[View]:
     """[values, indices]. Of equals the last, as eager has it. Two loop nests: if both are needed, they are fused."""
     outs = cx.out(0), cx.out(1)
     for out, prefix in zip(outs, ("", "arg")):
@@ -86,3 +62,9 @@ def _extreme(cx: LoweringContext, x: View, dim: int, kind: str) -> list[View]:
         k.store(out, scan(k, prefix + kind, v, *at))
         k.finish()
     return list(outs)
+
+
+for _op, _kind in (("cumsum", "sum"), ("cumprod", "prod"), ("logcumsumexp", "logsumexp")):
+    rule(f"{_op}.default")(partial(_accumulate, _kind))
+for _kind in ("max", "min"):
+    rule(f"cum{_kind}.default")(partial(_extreme, _kind))

@@ -51,6 +51,6 @@ def searchsorted(
     return out
 
 
-@rule("bucketize")
-def bucketize(cx: LoweringContext, x: Any, boundaries: View, *, out_int32: bool = False, right: bool = False) -> View:
-    return searchsorted(cx, boundaries, x, right=right)
+rule("bucketize")(
+    lambda cx, x, boundaries, *, out_int32=False, right=False: searchsorted(cx, boundaries, x, right=right)
+)

@@ -119,14 +119,11 @@ def test_scheduled_kernels_are_left_alone():
 def test_what_nobody_needs_goes():
     """Products in every form, unless a call in them has an effect."""
 
-    def fn(x, w):
-        return (x.sin(), (x @ w).relu())
-
     def left(program, change=lambda n: n):
         program = replace(program, outputs=program.outputs[:1], nodes=tuple(change(n) for n in program.nodes))
         return [g.kind for g in fuse(program, Options(), GPU).groups]
 
-    plain = lowered(fn, [X, W])
+    plain = lowered(lambda x, w: (x.sin(), (x @ w).relu()), [X, W])
     size = Sym("s0")
     assert left(templated(plain)) == left(undecided(plain)) == ["pointwise"]
     assert left(replace(by_size(replace(plain, inputs=(*plain.inputs, size)), size))) == ["pointwise"]
@@ -143,10 +140,7 @@ def test_what_nobody_needs_goes():
 def test_sizes_inside_a_choice_count():
     """A choice that uses a size runs after the call that finds it out."""
 
-    def fn(x, w, m):
-        return (m.nonzero().float() + 1, x @ w)
-
-    program = undecided(lowered(fn, [X, W, R(5) > 0]))
+    program = undecided(lowered(lambda x, w, m: (m.nonzero().float() + 1, x @ w), [X, W, R(5) > 0]))
     nodes = program.nodes
     found = next(i for i, n in enumerate(nodes) if isinstance(n, Extern))
     ((size, _, _),) = nodes[found].symbols

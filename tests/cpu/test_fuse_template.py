@@ -192,10 +192,7 @@ def test_any_size(name):
 
 # -- casts ------------------------------------------------------------------------------------------
 def test_a_cast_is_a_prologue():
-    def fn(x, w):
-        return ((x.bfloat16() @ w.bfloat16()).relu(),)
-
-    f = products(fn, [X, W])
+    f = products(lambda x, w: ((x.bfloat16() @ w.bfloat16()).relu(),), [X, W])
     (t,) = templates(f)
     assert len(f.groups) == 1 and len(f.groups[0].members) == 4
     assert (t.a.dtype, t.b.dtype, t.dtype) == (torch.float32, torch.float32, torch.bfloat16)
@@ -294,11 +291,8 @@ def test_a_widened_product_is_read_as_it_was():
 def test_a_scatter_stays_out():
     """No rule lowers to one yet: here a consumer is changed into one."""
 
-    def fn(x, w, i):
-        return ((x @ w) * i[:, None],)
-
     args = [X, W, torch.tensor([2, 0, 3, 1])]
-    program = templated(lowered(fn, args))
+    program = templated(lowered(lambda x, w, i: ((x @ w) * i[:, None],), args))
     (loops,) = (n for n in program.nodes if isinstance(n, LoopNest))
     (store,) = loops.stores()
     b = BodyBuilder()
