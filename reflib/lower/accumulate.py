@@ -74,9 +74,7 @@ def add(cx: LoweringContext, sums: View, start: View | int | None, shape: Sequen
 
 
 def fill(cx: LoweringContext, out: View, start: View | IntLike | None) -> None:
-    k = NestBuilder(cx, out.shape)
-    k.store(out, k.load(start) if isinstance(start, View) else 0 if start is None else start)
-    k.finish()
+    nest(cx, lambda k: k.load(start) if isinstance(start, View) else 0 if start is None else start, out)
 
 
 # -- the ops ------------------------------------------------------------------------------------------------

@@ -234,10 +234,11 @@ class NestBuilder:
         return product(self.shape[d] for d in dims)
 
 
-def nest(cx: LoweringContext, value: Callable[[NestBuilder], Scalar]) -> View:
-    """One LoopNest over the output's points, which stores ``value(builder)``."""
-    out = cx.out()
-    k = NestBuilder(cx, out.shape)
+def nest(cx: LoweringContext, value: Callable[[NestBuilder], Scalar], out: View | None = None) -> View:
+    """One LoopNest over the points of ``out`` (None: the op's result), which stores ``value(builder)`` there."""
+    device = None if out is None else cx.low.buffers[out.buffer].device
+    out = cx.out() if out is None else out
+    k = NestBuilder(cx, out.shape, device=device)
     k.store(out, value(k))
     k.finish()
     return out

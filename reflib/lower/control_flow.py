@@ -21,7 +21,7 @@ from reflib.ir.program import Assume, Buffer, Extern, Variant, View, full_view, 
 from reflib.ir.regions import Region
 from reflib.logs import get as logger
 
-from .body import NestBuilder, where
+from .body import nest, where
 from .context import LoweringContext
 from .extern import used_results
 from .lower import Lowering
@@ -119,10 +119,8 @@ def _one_by_one(cx: LoweringContext, combine_fn: Any, xs: Values, more: Values) 
     results = []
     for x, r in zip(now, body.run(combine_fn, [*loop.now, *now, *more])):
         to = body.cx.temp("sum", x.shape, x.dtype, cx.low.buffers[x.buffer].device)
-        k = NestBuilder(body.cx, to.shape, device=cx.low.buffers[x.buffer].device)
-        k.store(to, where(k.index(expr(i)).op("eq", 0), k.load(x), k.load(r)))
-        k.finish()
-        results.append(to)
+        first_or = lambda k, x=x, r=r: where(k.index(expr(i)).op("eq", 0), k.load(x), k.load(r))  # noqa: E731
+        results.append(nest(body.cx, first_or, to))
     loop.finish(condition, body, results * 2, i)
     return pytree.tree_unflatten(loop.stacked, spec)
 
@@ -276,9 +274,8 @@ def _as_tensor(block: _Block, v: View, value: Any) -> Any:
 
 
 def _store(cx: LoweringContext, to: View, value: Any) -> None:
-    k = NestBuilder(cx, to.shape, device=cx.low.buffers[to.buffer].device)
-    k.store(to, k.load(value) if isinstance(value, View) else k.index(value) if isinstance(value, Expr) else value)
-    k.finish()
+    load = lambda k: k.load(value) if isinstance(value, View) else k.index(value)  # noqa: E731
+    nest(cx, load if isinstance(value, (View, Expr)) else lambda k: value, to)
 
 
 def _slice(x: Any, i: Sym | int | None) -> Any:
@@ -335,11 +332,8 @@ def _truth(cx: LoweringContext, v: View, what: str) -> Sym:
         raise LoweringError(f"{_place(cx, what)}: the predicate is {_described(v)}, not one element")
     v = View(v.buffer, (), (), v.offset, v.dtype)
     if v.dtype != torch.bool:
-        b = cx.temp("true", (), torch.bool, cx.low.buffers[v.buffer].device)
-        k = NestBuilder(cx, (), device=cx.low.buffers[v.buffer].device)
-        k.store(b, k.load(v).op("ne", 0))
-        k.finish()
-        v = b
+        number, true = v, cx.temp("true", (), torch.bool, cx.low.buffers[v.buffer].device)
+        v = nest(cx, lambda k: k.load(number).op("ne", 0), true)
     if cx.low.buffers[v.buffer].device.type != "cpu":
         cpu = torch.device("cpu")
         v = cx.extern_to(aten._to_copy.default, (v,), {"device": cpu}, v, cpu)

@@ -10,7 +10,7 @@ from reflib.ir.loops import Const, Index
 from reflib.ir.ops import value_dtype
 from reflib.ir.program import View
 
-from .body import NestBuilder, Value, where
+from .body import Value, nest, where
 from .context import LoweringContext
 from .pointwise import elementwise, formulas, pointwise, scaled, to_copy
 from .rules import Unsupported, rule
@@ -215,18 +215,10 @@ def copy_(cx: LoweringContext, dst: View, src: View, non_blocking: bool = False)
     if src == dst:
         return dst
     if src.buffer == dst.buffer:
-        moved = cx.temp("copy", src.shape, src.dtype)
-        _store(cx, src, moved)
-        src = moved
-    _store(cx, src, dst)
-    return dst
+        src = _stored(cx, src, cx.temp("copy", src.shape, src.dtype))
+    return _stored(cx, src, dst)
 
 
-def _store(cx: LoweringContext, src: View, dst: View) -> None:
-    device = cx.low.buffers[dst.buffer].device
-    k = NestBuilder(cx, dst.shape, device=device)
-    value = k.load(src)
-    if dst.dtype in (torch.float16, torch.bfloat16) and src.dtype != dst.dtype:
-        value = value.to(value_dtype(dst.dtype))
-    k.store(dst, value)
-    k.finish()
+def _stored(cx: LoweringContext, src: View, dst: View) -> View:
+    rounds = dst.dtype in (torch.float16, torch.bfloat16) and src.dtype != dst.dtype
+    return nest(cx, lambda k: k.load(src).to(value_dtype(dst.dtype)) if rounds else k.load(src), dst)

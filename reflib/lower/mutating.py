@@ -17,7 +17,7 @@ from torch._higher_order_ops.auto_functionalize import (
 )
 
 from ..ir.program import View, full_view
-from .body import NestBuilder
+from .body import nest
 from .context import LoweringContext
 from .extern import extern
 from .out_variants import TAG
@@ -70,10 +70,7 @@ def _fake(node: Any) -> Any:
 
 def _copy(cx: LoweringContext, v: View, fake: torch.Tensor) -> View:
     new = full_view(cx.low.new_buffer(cx.low.unique(cx.name), fake))
-    k = NestBuilder(cx, new.shape, device=fake.device)
-    k.store(new, k.load(v))
-    k.finish()
-    return new
+    return nest(cx, lambda k: k.load(v), new)
 
 
 def _viewed(cx: LoweringContext, new: View, base: torch.Tensor, info: Any, bases: list[torch.Tensor]) -> View:

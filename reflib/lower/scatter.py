@@ -129,9 +129,7 @@ def as_strided_scatter(
     check_dtype(cx.dtype)
     out = cx.out()
     fill(cx, out, x)
-    k = NestBuilder(cx, place.shape)
-    k.store(replace(place, buffer=out.buffer), k.load(src))
-    k.finish()
+    nest(cx, lambda k: k.load(src), replace(place, buffer=out.buffer))
     return out
 
 

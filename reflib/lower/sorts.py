@@ -47,7 +47,7 @@ import torch
 from reflib.ir.expr import expr
 from reflib.ir.program import View
 
-from .body import NestBuilder, Value, check_dtype, where
+from .body import NestBuilder, Value, check_dtype, nest, where
 from .context import LoweringContext
 from .extern import used_results
 from .indexing import axis
@@ -240,11 +240,8 @@ def topk(cx: LoweringContext, x: View, k: int, dim: int = -1, largest: bool = Tr
         return _choose(cx, x, dim, key, outs, [functools.partial(_least, j) for j in range(count)])
     whole = [cx.temp("sorted", x.shape, o.dtype) for o in outs]
     _choose(cx, x, dim, key, whole, [_sorted])
-    for out, rows in zip(outs, whole):
-        part = NestBuilder(cx, out.shape)
-        part.store(out, part.load(replace(rows, shape=out.shape)))
-        part.finish()
-    return outs
+    part = lambda k, rows: k.load(replace(rows, shape=k.shape))  # noqa: E731
+    return [nest(cx, functools.partial(part, rows=rows), out) for out, rows in zip(outs, whole)]
 
 
 def _steps(n: int) -> int:

@@ -29,7 +29,7 @@ from reflib.ir.printer import dtype_name
 from reflib.ir.program import Assume, Buffer, Extern, Node, Variant, View, full_view, holds
 from reflib.ir.rename import renamed
 
-from .body import NestBuilder
+from .body import nest
 from .context import LoweringContext
 from .decompositions import decompositions
 from .extern import has_effect
@@ -352,10 +352,7 @@ def _written(
         if own and _lies_like(low, v, o):
             names[v.buffer] = o.buffer
         else:
-            inside = replace(cx, low=low)
-            k = NestBuilder(inside, o.shape, device=low.buffers[o.buffer].device)
-            k.store(o, k.load(v))
-            k.finish()
+            nest(replace(cx, low=low), lambda k, v=v: k.load(v), o)  # type: ignore[misc]
     return renamed(low.nodes, [], names)[0]
 
 

@@ -31,7 +31,7 @@ from ..errors import LoweringError
 from ..ir.expr import Expr, expr
 from ..ir.program import Choice, Extern, Variant, View, full_view
 from ..ir.user_kernel import UserKernel
-from .body import NestBuilder
+from .body import nest
 from .context import LoweringContext
 from .kernel_text import KernelText, literal
 from .lower import origin
@@ -159,9 +159,7 @@ def _new(cx: LoweringContext, name: str, v: View, fake: torch.Tensor) -> View:
     new = full_view(cx.low.new_buffer(f"{cx.origin.op}_{name}", fake))
     makers = [n for n in cx.low.nodes if isinstance(n, Extern) and v.buffer in n.outputs]
     if not any(str(n.target).partition(".")[2].startswith(_EMPTY) for n in makers):
-        k = NestBuilder(replace(cx, origin=replace(cx.origin, op="clone")), new.shape, device=fake.device)
-        k.store(new, k.load(v))
-        k.finish()
+        nest(replace(cx, origin=replace(cx.origin, op="clone")), lambda k: k.load(v), new)
     return new
 
 
