@@ -45,23 +45,10 @@ if TYPE_CHECKING:
     from .package.load import load, load_models
 
 __all__ = [
-    "BatchVariantWarning",
-    "CustomOpConfig",
-    "OptionError",
-    "Options",
-    "PackageError",
-    "ReflibError",
-    "RegistrationError",
-    "aot_compile",
-    "compile",
-    "explain",
-    "join_packages",
-    "load",
-    "load_models",
-    "register_custom_op_autotuning",
-    "tuning_progress",
-    "wait_for_tuning",
-]
+    "BatchVariantWarning", "CustomOpConfig", "OptionError", "Options", "PackageError", "ReflibError",
+    "RegistrationError", "aot_compile", "compile", "explain", "join_packages", "load", "load_models",
+    "register_custom_op_autotuning", "tuning_progress", "wait_for_tuning",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -35,24 +35,13 @@ REMEDY = (
 # -fwrapv: integers wrap, as in torch. -fno-trapping-math, -fno-math-errno: floating-point flags and errno are not read,
 # so branches around arithmetic may become selects, which vectorization needs.
 _BASE = (
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-fwrapv",
-    "-fno-strict-aliasing",
-    "-fno-math-errno",
-    "-fno-trapping-math",
+    "-std=c++17", "-O3", "-fPIC", "-fwrapv", "-fno-strict-aliasing", "-fno-math-errno", "-fno-trapping-math",
     "-ffp-contract=fast",
-)
+)  # fmt: skip
 _OPTIONAL = (
-    "-fno-exceptions",
-    "-fno-rtti",
-    "-fno-semantic-interposition",
-    "-fno-stack-protector",
-    "-fno-asynchronous-unwind-tables",
-    "-Wno-psabi",
-    "-Wno-unknown-pragmas",
-)
+    "-fno-exceptions", "-fno-rtti", "-fno-semantic-interposition", "-fno-stack-protector",
+    "-fno-asynchronous-unwind-tables", "-Wno-psabi", "-Wno-unknown-pragmas",
+)  # fmt: skip
 _PROBE = """
 #include <stdint.h>
 extern "C" float probe(const float* x, int64_t n, int threads) {

@@ -23,12 +23,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 FLOOR = {torch.float64: 1e-11, torch.float32: 3e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 NOISE = 100
 _WIDER = {
-    torch.float16: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.float32: torch.float64,
-    torch.complex32: torch.complex128,
-    torch.complex64: torch.complex128,
-}
+    torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64,
+    torch.complex32: torch.complex128, torch.complex64: torch.complex128,
+}  # fmt: skip
 
 
 @dataclass

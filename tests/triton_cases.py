@@ -278,10 +278,8 @@ def in_place(config: Config) -> Case:
     total = b.reduce("sum", x, dtype=F32)
     b.store("out", at, b.op("mul", x, total))
     return Case(
-        (LoopNest("in_place", (i, j), tuple(b.body)),),
-        {"x": rand(3, 50), "out": torch.zeros(3, 50)},
-        config=config,
-    )
+        (LoopNest("in_place", (i, j), tuple(b.body)),), {"x": rand(3, 50), "out": torch.zeros(3, 50)}, config=config,
+    )  # fmt: skip
 
 
 def batch_norm_stats(batch: int = 4, channels: int = 5, points: int = 30) -> Case:

@@ -36,13 +36,9 @@ def dynamo_graph_to_aten(
         return compile_one
 
     backend = aot_autograd(
-        fw_compiler=compiler("forward"),
-        bw_compiler=compiler("backward"),
-        inference_compiler=compiler("inference"),
-        decompositions=decompositions,
-        partition_fn=partitioner(rewrite),
-        keep_inference_input_mutations=True,
-    )
+        fw_compiler=compiler("forward"), bw_compiler=compiler("backward"), inference_compiler=compiler("inference"),
+        decompositions=decompositions, partition_fn=partitioner(rewrite), keep_inference_input_mutations=True,
+    )  # fmt: skip
     with config.patch(functionalize_rng_ops=False):  # (needs CUDA): random ops become functions by REWRITES, or calls
         return backend(module, inputs)
 

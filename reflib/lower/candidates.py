@@ -73,16 +73,10 @@ def call(cx: LoweringContext, target: Any, args: Any, kwargs: dict[str, Any], us
         node = Choice(node.name, r.name, tuple(o for o in node.outputs if o), first, origins=node.origins)
     cx.low.nodes.append(
         replace(
-            node,
-            variants=(*node.variants, *more),
-            failed=(*node.failed, *failed),
-            min_speedup=r.min_speedup,
-            graph_timing=r.graph_timing,
-            ranges=ranges,
-            inputs_from=_inputs_from(cx, r, given),
-            custom=True,
+            node, variants=(*node.variants, *more), failed=(*node.failed, *failed), min_speedup=r.min_speedup,
+            graph_timing=r.graph_timing, ranges=ranges, inputs_from=_inputs_from(cx, r, given), custom=True,
         )
-    )
+    )  # fmt: skip
     return value
 
 

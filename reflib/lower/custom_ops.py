@@ -257,11 +257,8 @@ def is_tensor(argument: Any) -> bool:
 
 def is_tensor_list(argument: Any) -> bool:
     return str(argument.type) in (
-        "List[Tensor]",
-        "List[Optional[Tensor]]",
-        "Optional[List[Tensor]]",
-        "Optional[List[Optional[Tensor]]]",
-    )
+        "List[Tensor]", "List[Optional[Tensor]]", "Optional[List[Tensor]]", "Optional[List[Optional[Tensor]]]",
+    )  # fmt: skip
 
 
 # -- configs ----------------------------------------------------------------------------------------

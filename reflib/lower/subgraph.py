@@ -430,10 +430,6 @@ def without_implied(facts: Iterable[Assume]) -> tuple[Assume, ...]:
 
 
 _COMPARISONS: dict[Any, tuple[str, int]] = {
-    sympy.Eq: ("equal", 0),
-    sympy.Ne: ("differs", 0),
-    sympy.Le: ("at_most", 0),
-    sympy.Lt: ("at_most", -1),
-    sympy.Ge: ("at_least", 0),
-    sympy.Gt: ("at_least", 1),
-}
+    sympy.Eq: ("equal", 0), sympy.Ne: ("differs", 0), sympy.Le: ("at_most", 0), sympy.Lt: ("at_most", -1),
+    sympy.Ge: ("at_least", 0), sympy.Gt: ("at_least", 1),
+}  # fmt: skip

@@ -145,18 +145,9 @@ def check_notebooks() -> Finding:
 
 
 CHECKS: tuple[Callable[[], Finding | Iterator[Finding]], ...] = (
-    check_python,
-    check_torch,
-    check_triton,
-    check_gpus,
-    check_simd,
-    check_compiler,
-    check_openmp,
-    check_headers,
-    check_cache,
-    check_borrowed_handles,
-    check_notebooks,
-)
+    check_python, check_torch, check_triton, check_gpus, check_simd, check_compiler, check_openmp, check_headers,
+    check_cache, check_borrowed_handles, check_notebooks,
+)  # fmt: skip
 
 
 def doctor() -> list[Finding]:

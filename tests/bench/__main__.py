@@ -37,13 +37,9 @@ class Bench:
     @property
     def job(self) -> dict[str, Any]:
         return {
-            "device": self.device,
-            "threads": THREADS,
-            "quick": self.quick,
-            "match": self.match,
-            "rounds": 10 if self.quick else 25,
-            "seconds": 0.15 if self.quick else 0.4,
-        }
+            "device": self.device, "threads": THREADS, "quick": self.quick, "match": self.match,
+            "rounds": 10 if self.quick else 25, "seconds": 0.15 if self.quick else 0.4,
+        }  # fmt: skip
 
     @property
     def left(self) -> float:

@@ -21,15 +21,9 @@ SETS = ("splitk", "long", "llm")
 
 # name: (in, out). Hidden 4096, feed-forward 11008, 32 heads of 128 (8 of them for grouped keys and values).
 WEIGHTS = {
-    "qkv": (4096, 12288),
-    "o": (4096, 4096),
-    "kv_gqa": (4096, 1024),
-    "qkv_gqa": (4096, 6144),
-    "up": (4096, 11008),
-    "gate_up": (4096, 22016),
-    "down": (11008, 4096),
-    "lm_head": (4096, 32000),
-}
+    "qkv": (4096, 12288), "o": (4096, 4096), "kv_gqa": (4096, 1024), "qkv_gqa": (4096, 6144), "up": (4096, 11008),
+    "gate_up": (4096, 22016), "down": (11008, 4096), "lm_head": (4096, 32000),
+}  # fmt: skip
 BATCHES = (1, 16, 256, 4096)
 LONG = ((256, 65536, 1024), (256, 16384, 256), (512, 32768, 512), (128, 65536, 128))
 SQUARE = tuple((n, n, n) for n in (512, 1024, 2048, 4096))

@@ -393,10 +393,8 @@ def test_links_that_go_nowhere_are_found(tmp_path: Path) -> None:
     )
     (tmp_path / "b.html").write_text('<p id="there">b</p>')
     assert book_checks.broken_links(tmp_path) == [
-        "a.html: c.html is not there",
-        "a.html: b.html#gone has no such anchor",
-        "a.html: no.png is not there",
-    ]
+        "a.html: c.html is not there", "a.html: b.html#gone has no such anchor", "a.html: no.png is not there",
+    ]  # fmt: skip
 
 
 def test_figures_without_words_are_found(tmp_path: Path) -> None:

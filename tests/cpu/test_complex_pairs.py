@@ -27,15 +27,9 @@ def arithmetic(x: Tensor, angle: Tensor) -> tuple[Tensor, ...]:
     z = C(x.unflatten(-1, (-1, 2)))
     w = torch.complex(angle, angle.cos() + 2)[:, None]
     parts = (
-        z * 2 - w,
-        z / w,
-        3 - z,
-        (1 + 2j) * z + 1j,
-        z * angle[:, None],
-        -z - 0.5 * w,
-        torch.exp(z * 0.1j),
+        z * 2 - w, z / w, 3 - z, (1 + 2j) * z + 1j, z * angle[:, None], -z - 0.5 * w, torch.exp(z * 0.1j),
         angle[:, None] / w,
-    )
+    )  # fmt: skip
     return tuple(torch.view_as_real(p) for p in parts)
 
 

@@ -212,11 +212,8 @@ def test_on_a_gpu_parts_are_aligned_and_worth_a_kernel() -> None:
         return torch.cat([y.exp(), x @ w, z + 1], 1)
 
     for rows, before, width, expected in (
-        (50_000, 32, 64, 1),
-        (50_000, 31, 64, 0),
-        (50_000, 32, 63, 0),
-        (64, 32, 64, 0),
-    ):
+        (50_000, 32, 64, 1), (50_000, 31, 64, 0), (50_000, 32, 63, 0), (64, 32, 64, 0),
+    ):  # fmt: skip
         x, w, y, z = torch.empty(rows, 128), torch.empty(128, width), *torch.empty(2, rows, before)
         torch._dynamo.reset()
         with torch.no_grad():

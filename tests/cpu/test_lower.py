@@ -46,14 +46,9 @@ def hostile(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     else:
         base = torch.randint(-5, 6, (6, 10), generator=g).to(dtype)
     return {
-        "contiguous": base.clone(),
-        "transposed": base.t(),
-        "strided": base[::2, 1::3],
-        "expanded": base[:, :1].expand(6, 4),
-        "empty": base[:0],
-        "scalar": base[3, 3],
-        "offset": base[2:, 3:],
-    }
+        "contiguous": base.clone(), "transposed": base.t(), "strided": base[::2, 1::3],
+        "expanded": base[:, :1].expand(6, 4), "empty": base[:0], "scalar": base[3, 3], "offset": base[2:, 3:],
+    }  # fmt: skip
 
 
 LAYOUTS = list(hostile(torch.float32))

@@ -143,13 +143,9 @@ def test_the_page_says_what_the_compiler_did(made: Any) -> None:
     for r in graph["refusals"]:
         assert r["reason"] in made.page.text
     for word in (
-        "float32[16, 24] on cpu",
-        "note='<i>'",
-        "verify=True",
-        "module Net, training, on cpu",
-        "largest",
+        "float32[16, 24] on cpu", "note='<i>'", "verify=True", "module Net, training, on cpu", "largest",
         reflib.__version__,
-    ):
+    ):  # fmt: skip
         assert word in made.page.text
 
 

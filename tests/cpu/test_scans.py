@@ -48,15 +48,8 @@ def every_scan(dim: int) -> Callable[[torch.Tensor], Any]:
 
 
 DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int16,
-    torch.uint8,
-    torch.bool,
-]
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.uint8, torch.bool,
+]  # fmt: skip
 
 
 @pytest.mark.sample(3)

@@ -11,18 +11,10 @@ from reflib.errors import OptionError, ReflibError
 from reflib.tables import Entry, Table, TableError, chosen, load_table, lookup, merge, normalize_lookup, sizes_key
 
 FULL: dict[str, Any] = {
-    "device": "NVIDIA H200",
-    "op": "aten.addmm",
-    "sizes": "x[32, 4096] w[4096, 32]",
-    "dtypes": "float16 float16",
-    "epilogue": "relu",
-    "winner": "triton tiled 64x64x32 w4 s3",
-    "time_us": 5.1,
-    "default": "aten",
-    "default_us": 7,
-    "versions": {"torch": "2.13.0"},
-    "date": "2026-07-01T12:00:00+00:00",
-}
+    "device": "NVIDIA H200", "op": "aten.addmm", "sizes": "x[32, 4096] w[4096, 32]", "dtypes": "float16 float16",
+    "epilogue": "relu", "winner": "triton tiled 64x64x32 w4 s3", "time_us": 5.1, "default": "aten", "default_us": 7,
+    "versions": {"torch": "2.13.0"}, "date": "2026-07-01T12:00:00+00:00",
+}  # fmt: skip
 LEAST = {k: FULL[k] for k in ("device", "op", "sizes", "winner")}
 
 
