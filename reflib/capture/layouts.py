@@ -27,7 +27,6 @@ NB: TorchInductor decides by counting convolutions and their channels (#99773), 
 """
 
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -148,7 +147,7 @@ def _may(graph: torch.fx.Graph) -> bool:
         plain = isinstance(n.target, torch._ops.OpOverload) or n.target is operator.getitem
         if n.op == "call_function" and not plain:
             return False
-    for n in _convolutions(graph):
+    for n in graph.find_nodes(op="call_function", target=aten.convolution.default):
         if not _suits(n, training):
             return False
         found = found or n.args[0].meta["val"].dim() == 4 or _is_line(n)
@@ -173,10 +172,6 @@ def _is_line(n: Node) -> bool:
     operands = CONVOLUTIONS[n.target]
     x, groups = n.args[operands - 2].meta["val"], n.args[operands + 6]
     return x.dim() == 3 and x.dtype in HALVES and (groups == 1 or groups != x.shape[1])
-
-
-def _convolutions(graph: torch.fx.Graph) -> Iterator[Node]:
-    return (n for n in graph.nodes if n.target is aten.convolution.default)
 
 
 def _moved(n: Node) -> int:

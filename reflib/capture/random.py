@@ -142,13 +142,9 @@ class _Drawing:
     """Writes what one random op becomes: its own nodes, with values, in its place."""
 
     def __init__(
-        self,
-        node: Node,
-        value: torch.Tensor,
-        seeds: dict[torch.device, Node],
-        stream: int,
+        self, node: Node, value: torch.Tensor, seeds: dict[torch.device, Node], stream: int,
         mode: AbstractContextManager,
-    ):
+    ):  # fmt: skip
         self.node, self.value, self.seeds, self.stream, self.mode = node, value, seeds, stream, mode
 
     def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Node:
@@ -237,13 +233,9 @@ def _uniform(d: _Drawing, x: Node, low: float = 0.0, high: float = 1.0) -> Made:
     return d(aten.where.self, d(aten.ge.Scalar, made, high), lowest, made)
 
 
-def _normal(d: _Drawing, x: Node, mean: float = 0.0, std: float = 1.0) -> Made:
-    return d.affine(d.like(x, "normal"), std, mean) if d.value.is_floating_point() else None
-
-
-def _normal_of_tensors(d: _Drawing, mean: Any, std: Any = 1.0) -> Made:
-    """Of the one of the result's shape, if the other is broadcast."""
-    given = [n for n in (mean, std) if isinstance(n, Node) and n.meta["val"].shape == d.value.shape]
+def _normal_of_tensors(d: _Drawing, mean: Any, std: Any = 1.0, like: Node | None = None) -> Made:
+    """Like the one of the result's shape, if the other is broadcast."""
+    given = [n for n in (like, mean, std) if isinstance(n, Node) and n.meta["val"].shape == d.value.shape]
     return d.affine(d.like(given[0], "normal"), std, mean) if given and d.value.is_floating_point() else None
 
 
@@ -272,7 +264,7 @@ _REWRITTEN: dict[Any, Callable[..., Made]] = {
     aten.uniform.default: _uniform,
     aten.randn.default: _floats("normal"),
     aten.randn_like.default: _floats("normal"),
-    aten.normal_functional.default: _normal,
+    aten.normal_functional.default: lambda d, x, mean=0.0, std=1.0: _normal_of_tensors(d, mean, std, x),
     aten.normal.Tensor_float: _normal_of_tensors,
     aten.normal.float_Tensor: _normal_of_tensors,
     aten.normal.Tensor_Tensor: _normal_of_tensors,

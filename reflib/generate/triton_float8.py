@@ -13,10 +13,6 @@ TYPES = {E4M3: "tl.float8e4nv", E5M2: "tl.float8e5"}
 BEYOND_TESTS = {E4M3: f"tl.abs(x) > {LIMITS[E4M3]}", E5M2: f"tl.abs(x) >= {LIMITS[E5M2]}"}
 
 
-def _printer(dtype: torch.dtype) -> Printer:
-    return lambda needs, t, a: f"{needs.helper(CASTS[dtype])}({a[0]})"
-
-
 def _helper(dtype: torch.dtype) -> str:
     to = TYPES[dtype]
     if BEYOND[dtype] == int(torch.tensor([torch.finfo(dtype).max]).to(dtype).view(torch.uint8)):
@@ -34,5 +30,5 @@ def {CASTS[dtype]}(x):
 '''
 
 
-PRINTERS: dict[str, Printer] = {name: _printer(dtype) for dtype, name in CASTS.items()}
+PRINTERS: dict[str, Printer] = {n: lambda needs, t, a, n=n: f"{needs.helper(n)}({a[0]})" for n in CASTS.values()}  # type: ignore[misc]
 HELPERS: dict[str, str] = {name: _helper(dtype) for dtype, name in CASTS.items()}

@@ -156,34 +156,26 @@ def nan_helper(fn: str, t: torch.dtype) -> str:
     return f"{fn}_nan64" if t == torch.float64 else f"{fn}_nan"
 
 
-def _neg(needs: Needs, t: torch.dtype, a: list[str]) -> str:
-    return f"{a[0]} * -1.0" if t.is_floating_point else f"0 - {a[0]}"  # Triton's -x is 0 - x, and loses -0.0
-
-
 def _not(needs: Needs, t: torch.dtype, a: list[str]) -> str:
     if t == torch.bool:
         return f"{a[0]} == 0"
     return f"{a[0]} ^ tl.full([], 255, tl.uint8)" if t == torch.uint8 else f"~{a[0]}"
 
 
-def _single(a: str, t: torch.dtype) -> str:
-    return f"{a}.to(tl.float32)" if t == torch.float64 else a
-
-
-def _abs(needs: Needs, t: torch.dtype, a: list[str]) -> str:
-    return a[0] if t == torch.uint8 else f"tl.abs({a[0]})"
-
-
 _PRINTERS: dict[str, Printer] = {
     "add": _infix("+"), "sub": _infix("-"), "mul": _infix("*"),
-    "neg": _neg, "abs": _abs, "maximum": _extreme("maximum", "|"), "minimum": _extreme("minimum", "&"),
+    # Triton's -x is 0 - x, and loses -0.0
+    "neg": lambda needs, t, a: f"{a[0]} * -1.0" if t.is_floating_point else f"0 - {a[0]}",
+    "abs": lambda needs, t, a: a[0] if t == torch.uint8 else f"tl.abs({a[0]})",
+    "maximum": _extreme("maximum", "|"), "minimum": _extreme("minimum", "&"),
     "fma": _call("tl.fma"),
     "and": _infix("&"), "or": _infix("|"), "xor": _infix("^"), "not": _not,
     "eq": _infix("=="), "ne": _infix("!="),
     "lt": _order("<"), "le": _order("<="), "gt": _order(">"), "ge": _order(">="),
     "where": _call("tl.where"),
     "to_f16": lambda needs, t, a: f"{a[0]}.to(tl.float16).to({TL[t]})",
-    "to_bf16": lambda needs, t, a: f"{_single(a[0], t)}.to(tl.bfloat16).to({TL[t]})",
+    "to_bf16": lambda needs, t, a: (
+        f"{a[0]}{'.to(tl.float32)' if t == torch.float64 else ''}.to(tl.bfloat16).to({TL[t]})"),
     "isnan": lambda needs, t, a: f"{a[0]} != {a[0]}",
     "sqrt": lambda needs, t, a: f"tl.sqrt_rn({a[0]})" if t == torch.float32 else f"tl.sqrt({a[0]})",
     "rsqrt": _call("tl.rsqrt"),

@@ -15,13 +15,9 @@ CASTS = {E4M3: "to_e4m3", E5M2: "to_e5m2"}
 LIMITS = {E4M3: 464.0, E5M2: 61440.0}
 
 
-def _bits_of_infinity(dtype: torch.dtype) -> int:
-    return int(torch.tensor([float("inf")]).to(dtype).view(torch.uint8))
-
-
 # The bits that eager stores for what is out of range: e5m2 has an infinity. e4m3 has none: NaN before PyTorch 2.13,
 # since then the largest number.
-BEYOND = {d: _bits_of_infinity(d) for d in CASTS}
+BEYOND = {d: int(torch.tensor([float("inf")]).to(d).view(torch.uint8)) for d in CASTS}
 
 OPS["to_e4m3"] = OpSpec("to_e4m3", 1, "float", "given", lambda x: x.float().to(E4M3))
 OPS["to_e5m2"] = OpSpec("to_e5m2", 1, "float", "given", lambda x: x.float().to(E5M2))

@@ -49,10 +49,6 @@ def _compare(name: str, fn: Callable[..., Any]) -> OpSpec:
     return OpSpec(name, 2, "any", "bool", fn)
 
 
-def _where(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.where(c, a, b)
-
-
 def _safe_int(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Integer division by zero is 0 here: a masked lane must not trap."""
 
@@ -91,7 +87,7 @@ _SPECS = [
     # comparison: operands of one dtype, bool out
     _compare("eq", torch.eq), _compare("ne", torch.ne), _compare("lt", torch.lt),
     _compare("le", torch.le), _compare("gt", torch.gt), _compare("ge", torch.ge),
-    OpSpec("where", 3, "any", "same", _where),  # (bool, a, b)
+    OpSpec("where", 3, "any", "same", torch.where),  # (bool, a, b)
     OpSpec("cast", 1, "any", "given", None),  # type: ignore[arg-type]  # torch's .to(dtype)
     OpSpec("from_bits", 1, "int", "given", lambda a: a.view({4: torch.float32, 8: torch.float64}[a.itemsize])),
     OpSpec("to_bits", 1, "float", "given", lambda a: a.view({4: torch.int32, 8: torch.int64}[a.itemsize])),

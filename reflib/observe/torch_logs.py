@@ -26,10 +26,6 @@ def _kernels(s: Stages) -> str:
     return "\n\n".join(k.source for k in (s.kernels or {}).values())
 
 
-def _code(s: Stages) -> str:
-    return f"{s.wrapper or ''}\n\n{_kernels(s)}"
-
-
 def _fusion(s: Stages) -> str:
     assert s.fused is not None
     groups = [f"{g.name} ({g.kind}): {', '.join(g.members)}" for g in s.fused.groups]
@@ -45,7 +41,7 @@ ARTIFACTS: dict[str, Callable[[Stages], str]] = {
     "ir_post_fusion": lambda s: format_program(s.fused.program) if s.fused else "",
     "autotuning": lambda s: repr(Decisions(s.decisions)),
     "schedule": lambda s: format_program(s.scheduled) if s.scheduled else "",
-    "output_code": _code,
+    "output_code": lambda s: f"{s.wrapper or ''}\n\n{_kernels(s)}",
     "kernel_code": _kernels,
 }
 # In structured logs: (name that tlparse knows, what it says of it, the text). The rest are files that it links.
