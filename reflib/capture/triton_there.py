@@ -50,7 +50,7 @@ def triton_of_gpu(recorded: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in () if torch.cuda.is_available() else there:
             if hasattr(owner, name):
-                stack.enter_context(_replaced(owner, name, lambda _, value=value: value))
+                stack.enter_context(_replaced(owner, name, _always(value)))
         stack.enter_context(_replaced(triton_kernel_wrap.TritonHOPifier, "call_triton_kernel", taken))
         stack.enter_context(_replaced(triton_kernel_wrap, "generate_ttir", _given_all))
         with suppress(ImportError):
@@ -114,6 +114,10 @@ def _without_address(check: Callable[[Any], None]) -> Callable[[Any], None]:
             self.base = base
 
     return checked
+
+
+def _always(value: Any) -> Callable[[Any], Any]:
+    return lambda before: value
 
 
 @contextmanager
