@@ -144,7 +144,10 @@ def test_inside_a_compiled_function():
         torch._dynamo.graph_break()
         return inner(y) * 3
 
-    for fn in (outer, broken, lambda x: torch._dynamo.disable(lambda y: inner(y))(x) * 3):
+    def with_a_skipped_frame(x):
+        return torch._dynamo.disable(lambda y: inner(y))(x) * 3
+
+    for fn in (outer, broken, with_a_skipped_frame):
         f, backend = compiled(fn)
         for _ in range(3):
             agree(f, fn, X, fast=None)

@@ -147,7 +147,10 @@ def test_a_tensor_that_the_model_holds_is_read_at_every_call() -> None:
 
 
 def test_random_numbers_are_no_literals() -> None:
-    f = reflib.compile(lambda x: x + torch.rand_like(torch.tensor(1.0)))
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(torch.tensor(1.0))
+
+    f = reflib.compile(fn)
     assert f(torch.zeros(1)) != f(torch.zeros(1))
 
 
