@@ -81,7 +81,8 @@ def hides_rows(parts: Parts) -> bool:
     A bias may if it is made of an input that is not trained, or with a number that no score changes; both are looked
     for through views and calls by element, no further. Raises Refused where two masks hide: of one row keys may then be
     hidden by their sum, -inf, and others by a number."""
-    given = [o.node.meta.get("example_value") for o in (parts.q, parts.k)]  # Dynamo's: what is exported has no gradients
+    # (Dynamo's values: what is exported has no gradients)
+    given = [o.node.meta.get("example_value") for o in (parts.q, parts.k)]
     if not torch.is_grad_enabled() or not any(getattr(x, "requires_grad", False) for x in given):
         return False
     lowest, seen = HIDES.get(parts.dtype, ABSORBS), dict[Node, tuple[int, bool]]()
