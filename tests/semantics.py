@@ -276,7 +276,7 @@ def test_what_was_wrong_once(device: str, name: str, dtype: torch.dtype) -> None
     if name == "index_put in autocast" and dtype != torch.float32:
         x = x.float()
     compare(fn, x)
-    if name not in ("a number that a half rounds", "softmax's gradient", "gelu of the extremes"):
+    if name not in ("a number that a half rounds", "softmax's gradient", "gelu of the extremes", "pools of size 0"):
         compare(fn, x.requires_grad_(), backward=True)
 
 
