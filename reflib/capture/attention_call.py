@@ -287,8 +287,8 @@ class Hidden(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         q, v, weight = ctx.saved_tensors
-        rows = torch.where(weight == 0, q * (ctx.scale / v.shape[-2]), 0.0)
-        apart = v - v.mean(-2, keepdim=True)
+        rows = torch.where(weight == 0, q, 0.0)
+        apart = (v - v.mean(-2, keepdim=True)) * ctx.scale / v.shape[-2]
         return grad, None, apart @ (rows.mT @ grad).mT, None, None, None
 
 
