@@ -12,6 +12,7 @@ python -m tests.opinfo --report                 the table again, from the result
 import argparse
 import fnmatch
 import json
+import os
 import random
 import sys
 import time
@@ -42,6 +43,8 @@ def main() -> int:
     p.add_argument("--report", action="store_true")
     p.add_argument("--show", metavar="KEY")
     a = p.parse_args()
+    if a.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # OpInfos use a GPU where there is one, which no fork survives
     if a.show:
         from .show import show
 
@@ -153,6 +156,8 @@ def report(results: dict[str, dict[str, Any]]) -> int:
         "fallbacks: samples that call ATen somewhere. Most often: "
         + ", ".join(f"{k} {v}" for k, v in calls.most_common(20))
     )
+    why = Counter(r["why"].partition(" || ")[2][:110] for r in results.values() if r["status"] == "excluded")
+    print("excluded, for aot_eager: " + "; ".join(f"{n} {k}" for k, n in why.most_common(6)))
     return 1 if bad else 0
 
 
