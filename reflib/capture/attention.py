@@ -27,7 +27,8 @@ as eager's or more. What needs care is rows in which every key is masked (``atte
   by log2(e), which overflows to -inf, and all kernels save a log-sum in which the number of keys is lost, so their
   gradients are wrong. The bias of such rows is shifted so that its largest is 0, and their queries are multiplied by 0.
   Eager still derives scores that do not change the result: where gradients are asked for and a bias may hide a row,
-  theirs are put in (``attention_call.Hidden``). Where two masks may hide keys of one row, it is left alone.
+  theirs are put in (``attention_call.Hidden``). Where two masks may hide keys of one row, it is left alone. (An input
+  that hides a row by -inf in some places and by a number in all others: gradients of k are not eager's.)
 - ``masked_fill`` with a finite number, -10000 or less: a boolean mask, dead rows treated likewise. -100 is refused: it
   leaves masked keys a weight. Together with a bias, only -inf or a number that no score changes.
 
