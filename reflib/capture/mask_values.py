@@ -105,9 +105,9 @@ def _hiding(node: Any, lowest: float, seen: dict[Node, tuple[int, bool]]) -> tup
             low = known <= lowest
             rows = low.all(-1) & known.isfinite().any(-1) if known.dim() else low
             found = [(int(low.any()), bool(rows.any()))]
-        elif isinstance(fake, torch.Tensor) and fake.is_floating_point() and not fake.requires_grad:
+        elif isinstance(fake, torch.Tensor) and fake.is_floating_point():
             written = any(writes(n) and _of(n, {node}) for n in node.graph.nodes)
-            found = [(0, node.op == "placeholder" or written)]
+            found = [(0, written or node.op == "placeholder" and not fake.requires_grad)]
             if named(node) in KNOWN:
                 found += [_hiding(a, lowest, seen) for a in tree_leaves((node.args, node.kwargs))]
         masks = [n for n, _ in found]

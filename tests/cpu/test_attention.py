@@ -256,6 +256,12 @@ def written_later(q, k, v, keep):
     return (q @ k.mT * 0.3 + mask[:, None, None]).softmax(-1) @ v
 
 
+def learned(q, k, v, keep):
+    """(As T5's bias.)"""
+    mask = by_padding(q, keep) + (q[:1, :1, :1, :1] * 0).expand(1, 1, q.shape[2], k.shape[2])
+    return (q @ k.mT * 0.3 + mask).softmax(-1) @ v
+
+
 def known(q, k, v, keep):
     mask = torch.full((q.shape[2], k.shape[2]), torch.finfo(q.dtype).min, dtype=q.dtype).triu(1)
     return (q @ k.mT * 0.3 + mask).softmax(-1) @ v

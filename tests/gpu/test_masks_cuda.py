@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.checking import check
-from tests.cpu.test_attention import by_keys, written_later
+from tests.cpu.test_attention import by_keys, learned, written_later
 from tests.cpu.test_masks import everything, of_documents, of_the_input, window
 from tests.semantics import Compiled
 
@@ -33,7 +33,7 @@ def test_a_fused_kernel_takes_the_call(mask: Mask, dtype: torch.dtype, length: i
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("fn", [by_keys, written_later], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("fn", [by_keys, learned, written_later], ids=lambda f: f.__name__)
 def test_gradients_of_rows_that_a_number_hides(fn: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
     """Of attention that was written by hand and is a call: all eager's."""
     g = torch.Generator().manual_seed(5)
