@@ -263,11 +263,13 @@ class Weighted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
         return q * weight
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        return grad, None
+        (weight,) = ctx.saved_tensors
+        return torch.where(weight == 0, grad, grad * weight), None
 
 
 class Hidden(torch.autograd.Function):
