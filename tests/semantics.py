@@ -222,6 +222,75 @@ def test_integers_wrap_and_divide_as_eager_does(device: str) -> None:
     compare(f, x, y)
 
 
+# -- what was wrong once ------------------------------------------------------------------------------
+class Squeezed(nn.Module):
+    """Batch norm, SiLU, then scales that are made of means: twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(2))
+        self.scales = nn.ModuleList(nn.Conv2d(4, 4, 1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, scale in zip(self.norms, self.scales):
+            y = F.silu(norm(x))
+            x = x + y * F.silu(scale(y.mean((2, 3), keepdim=True))).sigmoid()
+        return x
+
+
+def _recurrence(x: torch.Tensor) -> torch.Tensor:
+    h = torch.zeros_like(x[:, 0])
+    out = []
+    for i in range(24):
+        h = torch.tanh(h * 0.9 + x[:, i])
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def _autocast_put(x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(x.device.type, torch.bfloat16):
+        y = x[:, :4] @ x[:4]
+        return x.index_put((torch.arange(2, device=x.device),), y[:2].float()) + y
+
+
+WRONG_ONCE: dict[str, Callable[..., Any]] = {
+    "a number that a half rounds": lambda x: [x == 0.3, x > 0.7, x.eq(0.1), x + 0.3],
+    "angle": lambda x: [x.angle(), (-x).angle()],
+    "pools of size 0": lambda x: [F.adaptive_avg_pool2d(x[None], n) for n in ((0, 3), (2, 0), 0)],
+    "average pools": lambda x: F.avg_pool2d(x[None], 3, 2, 1) * 3,
+    "gelu of the extremes": lambda x: [F.gelu(x / 0), F.gelu(x * 1e4), F.gelu(x / 0 * 0)],
+    "functions of the extremes": lambda x: [(x * 1e3).exp(), (x * 100).sigmoid(), (x * 1e3).tanh()],
+    "scans": lambda x: [x.cumsum(1), x.cumprod(1), x.logcumsumexp(0)],
+    "rounding": lambda x: [(x * 10).round(), x.round(decimals=1), x.div(0), x.div(0.3, rounding_mode="floor")],
+    "softmax's gradient": lambda x: torch.ops.aten._softmax_backward_data(x, x.softmax(-1), -1, x.dtype),
+    "a recurrence": _recurrence, "index_put in autocast": _autocast_put,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", WRONG_ONCE)
+def test_what_was_wrong_once(device: str, name: str, dtype: torch.dtype) -> None:
+    x = randn(6, 24, 24, device=device, dtype=dtype)[0].clone()
+    x.view(-1)[:3] = torch.tensor([0.3, 0.1, 0.7], dtype=dtype)
+    fn = WRONG_ONCE[name]
+    if name == "index_put in autocast" and dtype != torch.float32:
+        x = x.float()
+    compare(fn, x)
+    if name not in ("a number that a half rounds", "softmax's gradient", "gelu of the extremes", "pools of size 0"):
+        compare(fn, x.requires_grad_(), backward=True)
+
+
+def test_scales_of_means_after_a_batch_norm_in_training(device: str) -> None:
+    """(As in EfficientNet: kernels depended on each other in a circle.)"""
+    eager = Squeezed().to(device)
+    compiled, x = Compiled(copy.deepcopy(eager)), randn(3, 4, 5, 6, device=device)
+    for module in (eager, compiled):
+        module(x).square().sum().backward()
+    for a, b in zip(eager.parameters(), compiled.fn.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+
 # -- sizes ------------------------------------------------------------------------------------------
 def test_automatic_dynamic_compiles_twice(device: str) -> None:
     compiled = Compiled(lambda x: torch.softmax(x + 1, -1).sum(0))

@@ -26,7 +26,9 @@ as eager's or more. What needs care is rows in which every key is masked (``atte
 - Masked by a finite number that no score changes (``finfo.min``): eager weighs all keys alike. CUDA's kernels multiply
   by log2(e), which overflows to -inf, and all kernels save a log-sum in which the number of keys is lost, so their
   gradients are wrong. The bias of such rows is shifted so that its largest is 0, and their queries are multiplied by 0.
-  (Gradients of scores that do not change the result are then 0, eager's are not.)
+  Eager still derives scores that do not change the result: where gradients are asked for and a bias may hide a row,
+  theirs are put in (``attention_call.Hidden``). Where two masks may hide keys of one row, it is left alone. (An input
+  that hides a row by -inf in some places and by a number in all others: gradients of k are not eager's.)
 - ``masked_fill`` with a finite number, -10000 or less: a boolean mask, dead rows treated likewise. -100 is refused: it
   leaves masked keys a weight. Together with a bias, only -inf or a number that no score changes.
 
@@ -45,9 +47,7 @@ NB: TorchInductor lists whole models' spellings as patterns (``fx_passes/fuse_at
 and joint.
 """
 
-import inspect
 import math
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -70,7 +70,9 @@ from .attention_call import (
     positional,
     replace_by_call,
     value,
+    writes,
 )
+from .mask_values import hides_rows
 
 ADD, MUL = ("add", "iadd"), ("mul", "imul", "multiply")
 SUB, DIV = ("sub", "isub", "subtract"), ("div", "truediv", "itruediv", "divide", "true_divide")
@@ -79,8 +81,6 @@ SAME = ("contiguous", "clone")
 VIEW = ("view", "reshape", "_unsafe_view", "unflatten", "flatten", "unsqueeze", "squeeze")
 DROPOUT = ("dropout", "dropout_")
 PRODUCT = ("matmul", "bmm", "einsum")
-IN_PLACE = [getattr(operator, n) for n in dir(operator) if n.startswith("i") and hasattr(operator, f"__{n[1:]}__")]
-_MODES = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled", "_enter_inference_mode")
 
 
 def attention(module: GraphModule, options: Options) -> GraphModule:
@@ -122,7 +122,7 @@ def _one(module: GraphModule, softmax: Node, memo: dict[Any, Any]) -> bool:
         for key, (mask, _) in list(memo.items()):
             if parts.second < mask or _written(mask, parts):
                 del memo[key]
-        replace_by_call(module, parts, memo)
+        replace_by_call(module, parts, memo, hides_rows(parts))
     except Refused as e:
         if any(named(n) in (*PRODUCT, "baddbmm") for n in _ancestors(softmax)):
             logger("attention").info("%s is left as it is: %s", softmax.name, e)
@@ -154,28 +154,6 @@ def _ancestors(node: Node, depth: int = 10) -> Iterator[Node]:
         if is_tensor(n):
             yield n
             yield from _ancestors(n, depth - 1) if len(n.all_input_nodes) <= 2 else ()
-
-
-def writes(node: Node) -> bool:
-    """May the call write to a tensor, or change a mode that later calls depend on?"""
-    target = node.target
-    if node.op == "call_method":
-        return str(target).endswith("_") and not str(target).startswith("__")
-    if node.op != "call_function":
-        return node.op == "call_module"
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.is_mutable
-    name = getattr(target, "__name__", "")
-    if name in _MODES or target is operator.setitem or "out" in node.kwargs:
-        return True
-    if getattr(target, "__module__", "") == "torch.nn.functional":
-        try:
-            return bool(inspect.signature(target).bind(*node.args, **node.kwargs).arguments.get("inplace"))
-        except (TypeError, ValueError):
-            pass
-    if getattr(target, "__module__", "") == "_operator":  # and_ is no call in place
-        return target in IN_PLACE
-    return name.endswith("_") and not name.startswith("__")
 
 
 def _read_results(graph: torch.fx.Graph, softmax: Node) -> None:

@@ -1,6 +1,8 @@
 """One call of ``scaled_dot_product_attention`` in the place of what ``attention`` found."""
 
+import inspect
 import math
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,10 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 MASKS = -1e4  # a score so low, or lower, has no weight beside any other
 ABSORBS = -1e30  # no score changes a number so low, or lower
+HIDES = {torch.float16: -6e4}  # where none is so low: what a score changes by its last digits at most
 LOW = -1e3  # a bias so low in all of a row would take digits from the scores
 LONG = 1024  # keys: with fewer, two products and a softmax of ours are faster on a CPU, except in 16 bits
 TILE, FLOPS_PER_SECOND, BYTES_PER_SECOND, LAUNCHES = 128, 2.5e14, 3e12, 8e-6  # of short lengths, on an H100
 BIASED = 3.3e-8  # seconds per tile whose scores get a bias or a mask, on an H200
+IN_PLACE = [getattr(operator, n) for n in dir(operator) if n.startswith("i") and hasattr(operator, f"__{n[1:]}__")]
+_MODES = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled", "_enter_inference_mode")
 CONTIGUOUS = ("contiguous", "reshape", "flatten")
 
 
@@ -61,6 +66,28 @@ def positional(graph: torch.fx.Graph) -> None:
             while len(args) < len(names) and names[len(args)] in kwargs:
                 args.append(kwargs.pop(names[len(args)]))
             node.args, node.kwargs = tuple(args), kwargs
+
+
+def writes(node: Node) -> bool:
+    """May the call write to a tensor, or change a mode that later calls depend on?"""
+    target = node.target
+    if node.op == "call_method":
+        return str(target).endswith("_") and not str(target).startswith("__")
+    if node.op != "call_function":
+        return node.op == "call_module"
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable
+    name = getattr(target, "__name__", "")
+    if name in _MODES or target is operator.setitem or "out" in node.kwargs:
+        return True
+    if getattr(target, "__module__", "") == "torch.nn.functional":
+        try:
+            return bool(inspect.signature(target).bind(*node.args, **node.kwargs).arguments.get("inplace"))
+        except (TypeError, ValueError):
+            pass
+    if getattr(target, "__module__", "") == "_operator":  # and_ is no call in place
+        return target in IN_PLACE
+    return name.endswith("_") and not name.startswith("__")
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -133,12 +160,14 @@ Masks = tuple[Any, Any]  # what SDPA gets as attn_mask, and what the queries are
 
 
 # -- the call ---------------------------------------------------------------------------------------
-def attend(parts: Parts, of: Of, masks: Masks, contiguous: bool = False) -> Any:
-    """The result of the second product. ``contiguous``: laid out as the products are."""
+def attend(parts: Parts, of: Of, masks: Masks, contiguous: bool = False, hides: bool = False) -> Any:
+    """The result of the second product. ``contiguous``: laid out as the products are. ``hides``: gradients of hidden
+    rows are needed."""
     q, k, v = (_operand(parts, o, of) for o in (parts.q, parts.k, parts.v))
     mask, weight = masks
-    q = q if weight is None else q * weight
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=parts.scale)
+    seen = q if weight is None else _node(weighted, q, weight) if hides else q * weight
+    out = F.scaled_dot_product_attention(seen, k, v, attn_mask=mask, scale=parts.scale)
+    out = _node(hidden, out, q, k, v, weight, parts.scale) if hides else out
     out = out.contiguous() if contiguous else out
     rank = value(parts.second).dim()
     if rank == 3:
@@ -211,8 +240,7 @@ def masked(parts: Parts, of: Of) -> Masks:
             bias = bias.masked_fill(here, t.value)
     top = bias.detach().amax(-1, keepdim=True)  # type: ignore[union-attr]
     weight = torch.ones_like(top)
-    if parts.dtype != torch.float16:  # which has no such numbers
-        weight = weight.masked_fill(top <= ABSORBS, 0.0)
+    weight = weight.masked_fill(top <= HIDES.get(parts.dtype, ABSORBS), 0.0)
     return torch.where(top < LOW, bias - top, bias), weight.masked_fill(top == -math.inf, math.nan)
 
 
@@ -229,13 +257,65 @@ def _aligned(parts: Parts, t: Term | Fill, of: Of) -> Any:
     return made
 
 
+# -- rows in which every key is hidden by a number --------------------------------------------------
+class Weighted(torch.autograd.Function):
+    """Queries that are 0 in hidden rows, and the scores' gradients as if they were not."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return q * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        (weight,) = ctx.saved_tensors
+        return torch.where(weight == 0, grad, grad * weight), None
+
+
+class Hidden(torch.autograd.Function):
+    """Attention's result, with what gradients of keys lack if the queries of hidden rows are 0: all keys have the same
+    weight 1 / n there, so the scores' gradients are ``grad @ (v - mean of v) / n``, and their product with the queries
+    is one of (width x width) per head."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.save_for_backward(q, v, weight)
+        ctx.scale = scale
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        q, v, weight = ctx.saved_tensors
+        rows = torch.where(weight == 0, q, 0.0)
+        apart = (v - v.mean(-2, keepdim=True)) * ctx.scale / v.shape[-2]
+        return grad, None, apart @ (rows.mT @ grad).mT, None, None, None
+
+
+def weighted(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return Weighted.apply(q, weight)
+
+
+def hidden(out: Any, q: Any, k: Any, v: Any, weight: Any, scale: float) -> torch.Tensor:
+    return Hidden.apply(out, q, k, v, weight, scale)
+
+
+def _node(function: Callable[..., Any], *args: Any) -> Any:
+    """The function's result, or a node that calls it."""
+    tracers = [a.tracer for a in args if isinstance(a, Proxy)]
+    return tracers[0].create_proxy("call_function", function, args, {}) if tracers else function(*args)
+
+
 # -- in the graph -----------------------------------------------------------------------------------
-def replace_by_call(module: GraphModule, parts: Parts, memo: dict[Any, Masks]) -> None:
+def replace_by_call(module: GraphModule, parts: Parts, memo: dict[Any, Masks], hides: bool) -> None:
     """Put the call where the second product is. memo: masks that were made in this graph and can be used again; nodes.
+    hides: as for ``attend``.
 
     Raises Refused, before anything is changed, if PyTorch has no fused kernel for it."""
     second = parts.second
-    fake, contiguous = _tried(parts)
+    fake, contiguous = _tried(parts, hides)
     graph, tracer = module.graph, GraphAppendingTracer(module.graph)
     before = second.prev
     with graph.inserting_before(second):
@@ -245,7 +325,7 @@ def replace_by_call(module: GraphModule, parts: Parts, memo: dict[Any, Masks]) -
             mask, weight = masked(parts, proxy)
             memo[key] = mask.node, weight.node
         mask, weight = map(proxy, memo[key]) if parts.steps else (None, None)
-        out = attend(parts, proxy, (mask, weight), contiguous).node
+        out = attend(parts, proxy, (mask, weight), contiguous, hides).node
     node, field = before.next, "example_value" if "example_value" in second.meta else "val"
     with on_fakes(value(second)):
         while node is not second:
@@ -265,7 +345,7 @@ def _called(node: Node) -> Any:
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _tried(parts: Parts) -> tuple[torch.Tensor, bool]:
+def _tried(parts: Parts, hides: bool) -> tuple[torch.Tensor, bool]:
     """The call on fake tensors: its result, and must it be made contiguous? Raises Refused if no kernel is fused."""
     scores = value(parts.first)
     wide = scores.device.type == "cpu" and parts.dtype.itemsize > 2
@@ -281,10 +361,10 @@ def _tried(parts: Parts) -> tuple[torch.Tensor, bool]:
         try:
             with _Calls() as calls:
                 masks = masked(parts, value)
-                fake = attend(parts, value, masks)
+                fake = attend(parts, value, masks, False, hides)
             want = value(parts.second)
             contiguous = not (same_strides(fake, want) or copied_later(parts.second, parts.order))
-            fake = attend(parts, value, masks, True) if contiguous else fake
+            fake = attend(parts, value, masks, True, hides) if contiguous else fake
         except (RuntimeError, ValueError, TypeError, IndexError) as e:
             raise Refused(f"PyTorch refuses: {str(e).partition(chr(10))[0]}") from e
     if not equal(list(fake.shape), list(want.shape)) or fake.dtype != want.dtype:

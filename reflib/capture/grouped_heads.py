@@ -22,8 +22,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..logs import get as logger
 from ..options import Options
-from .attention import graphs, is_tensor, writes
-from .attention_call import equal, named, on_fakes, same_strides, value
+from .attention import graphs, is_tensor
+from .attention_call import equal, named, on_fakes, same_strides, value, writes
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 ROWS = 64

@@ -27,23 +27,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ..logs import get as logger
 from ..options import Options
-from .attention import graphs, is_tensor, writes
+from .attention import graphs, is_tensor
 from .attention_call import copied_later, equal, named, on_fakes, same_strides, value
+from .mask_values import computed
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-LARGEST = 2**26  # elements of a tensor that is computed for a mask: 8,192 queries and keys
-MADE = "arange full zeros ones eye tensor scalar_tensor full_like zeros_like ones_like new_full new_zeros new_ones"
-COMPUTED = """add sub mul neg div truediv floordiv mod remainder abs eq ne lt le gt ge and or xor not invert where any
-amax __and__ __or__ logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor all
-cumsum diff tril triu masked_fill minimum maximum min max clamp to _to_copy bool float half bfloat16 long int type"""
-MOVED = """getitem index slice select unsqueeze squeeze expand expand_as view reshape flatten permute transpose t cat
-stack repeat flip clone contiguous detach lift_fresh_copy"""
-KNOWN = frozenset(f"{MADE} {COMPUTED} {MOVED}".split())
 
 
 def masks(module: GraphModule, options: Options) -> GraphModule:
@@ -87,7 +78,7 @@ def _unweighted(q: Node) -> Node:
     """The queries without a factor per row that is 1 in all (``attention_call.masked`` makes it for rows in which every
     key is masked)."""
     x, by = (q.args[0], q.args[1]) if named(q) == "mul" else (None, None)
-    if not isinstance(x, Node) or not isinstance(by, Node) or (weight := _computed(by)) is None:
+    if not isinstance(x, Node) or not isinstance(by, Node) or (weight := computed(by)) is None:
         return q
     same = value(x).dtype == value(q).dtype and equal(list(value(x).shape), list(value(q).shape))
     return x if same and (weight == 1).all() else q
@@ -136,7 +127,7 @@ def _dense(graph: torch.fx.Graph, mask: Node) -> Node:
 # -- what a mask says -------------------------------------------------------------------------------
 def _meaning(mask: Node, rows: Any, columns: Any) -> str:
     """"all", "causal", or "" for another mask, or one that is not known here."""
-    if not isinstance(rows, int) or not isinstance(columns, int) or (found := _computed(mask)) is None:
+    if not isinstance(rows, int) or not isinstance(columns, int) or (found := computed(mask)) is None:
         return ""
     allowed = found
     if found.dtype != torch.bool:
@@ -147,56 +138,3 @@ def _meaning(mask: Node, rows: Any, columns: Any) -> str:
         return "all"
     triangle = torch.ones(rows, columns, dtype=torch.bool).tril()
     return "causal" if rows == columns and (allowed == triangle).all() else ""
-
-
-def _computed(mask: Node) -> torch.Tensor | None:
-    """The mask's numbers, if they are the same in every call; without the dimensions along which all are alike."""
-    needed, todo = set[Node](), [mask]
-    while todo:
-        if (node := todo.pop()) in needed:
-            continue
-        fake = value(node)
-        if named(node) not in KNOWN or writes(node) or not isinstance(fake, torch.Tensor) or not _small(fake):
-            return None
-        needed.add(node)
-        todo += node.all_input_nodes
-    if any(writes(node) and _of(node, needed) for node in mask.graph.nodes):
-        return None
-    found: dict[Node, Any] = {}
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-        for node in (n for n in mask.graph.nodes if n in needed):
-            args, kwargs = tree_map(_here, torch.fx.map_arg((node.args, dict(node.kwargs)), found.__getitem__))
-            if node.op == "call_method":
-                made = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                made = node.target(*args, **kwargs)  # type: ignore[operator]
-            found[node] = made
-    once = [slice(0, 1) if s == 0 else slice(None) for s in found[mask].stride()]
-    return found[mask][tuple(once)]
-
-
-def _small(fake: torch.Tensor) -> bool:
-    return all(isinstance(s, int) for s in fake.shape) and fake.numel() <= LARGEST
-
-
-def _of(write: Node, needed: set[Node]) -> bool:
-    """May what the call writes to share storage with one of these?"""
-    written = tree_leaves((write.args[:1], write.kwargs.get("out")))  # (of torch._foreach_*: a list)
-    seen, todo = set[Node](), [n for n in written if isinstance(n, Node)]
-    while todo:
-        if (node := todo.pop()) in needed:
-            return True
-        if node not in seen:
-            seen.add(node)
-            todo += node.all_input_nodes[:1]  # views have one tensor, the first
-    return False
-
-
-def _here(argument: Any) -> Any:
-    """A device becomes the CPU, whatever computes the mask when the model runs."""
-    if isinstance(argument, str):
-        try:
-            argument = torch.device(argument)
-        except RuntimeError:
-            return argument
-    return torch.device("cpu") if isinstance(argument, torch.device) else argument

@@ -1,6 +1,7 @@
 """Attention written by hand: which spellings become one call, with eager's numbers."""
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import reflib
-from reflib.capture.attention_call import named
+from reflib.capture.attention_call import hidden, named, weighted
 from reflib.ir.program import Extern
 from tests.attention_cases import INF, LOWEST, Rewritten, becomes_a_call, calls, causal, operators, padding, qkv, sizes
 from tests.attention_cases import of_any_length as of_any_length
@@ -100,7 +101,7 @@ def test_a_bias_and_operands_by_name() -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic: bool) -> None:
-    """One call in each direction, between kernels of ours."""
+    """One call in each direction, between kernels of ours, and what rows add that the mask may hide."""
 
     def fn(q, k, v, mask):
         return added(q * 2, k, v, mask).relu()
@@ -110,7 +111,7 @@ def test_compiled(dynamic: bool) -> None:
     check(fn, compiled, *args, padding(n, b, LOWEST), backward=True)
     found = [[str(n.target) for n in s.program.nodes if isinstance(n, Extern)] for s in compiled.stages]
     flash = "aten._scaled_dot_product_flash_attention_for_cpu"
-    assert found == [[f"{flash}.default"], [f"{flash}_backward.default"]]
+    assert found == [[f"{flash}.default"], ["aten.bmm.default"] * 2 + [f"{flash}_backward.default"]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -221,20 +222,68 @@ def test_added_masks(fn: Any, low: float) -> None:
 
 
 def test_rows_in_which_all_is_masked_by_a_bias() -> None:
-    """-inf: NaN. finfo.min: the same weight for all, and no gradient through scores that do not count."""
+    """-inf: NaN. finfo.min: the same weight for all."""
     args, (b, _, n, _) = qkv(32, grad=True), sizes(32)
     mask = padding(n, b, -INF)
     mask[1, :, 2] = -INF
     becomes_a_call(added, *args, mask, backward=True)
     mask = mask.clamp(min=LOWEST)
+    becomes_a_call(added, *args, mask, backward=True)
     q, k, v = args
-    becomes_a_call(added, q.detach(), k.detach(), v, mask, backward=True)
-    grads = torch.autograd.grad(Rewritten(added)(q, k, v, mask).square().sum(), args)
-    assert not grads[0][1, :, 2].any() and grads[0][0].all()
     for low in (-1e4, -1e9):  # eager's scores lose digits beside these
         got = Rewritten(added)(q, k, v, mask.clamp(min=low))
         want = added(q.double(), k.double(), v.double(), mask.clamp(min=low).double())
         torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+
+
+def by_keys(q, k, v, keep):
+    mask = (1 - keep.to(q.dtype)) * torch.finfo(q.dtype).min
+    return (q @ k.mT * 0.3 + mask[:, None, None]).softmax(-1) @ v
+
+
+def by_two(q, k, v, keep):
+    mask = torch.full((q.shape[2], k.shape[2]), torch.finfo(q.dtype).min, dtype=q.dtype).triu(1)
+    return (q @ k.mT * 0.3 + (by_padding(q, keep) + mask)).softmax(-1) @ v
+
+
+def by_padding(q, keep):
+    return torch.zeros_like(keep, dtype=q.dtype).masked_fill(~keep, torch.finfo(q.dtype).min)[:, None, None]
+
+
+def written_later(q, k, v, keep):
+    mask = torch.zeros_like(keep, dtype=q.dtype)
+    mask[~keep] = torch.finfo(q.dtype).min
+    return (q @ k.mT * 0.3 + mask[:, None, None]).softmax(-1) @ v
+
+
+def learned(q, k, v, keep):
+    """(As T5's bias.)"""
+    mask = by_padding(q, keep) + (q[:1, :1, :1, :1] * 0).expand(1, 1, q.shape[2], k.shape[2])
+    return (q @ k.mT * 0.3 + mask).softmax(-1) @ v
+
+
+def known(q, k, v, keep):
+    mask = torch.full((q.shape[2], k.shape[2]), torch.finfo(q.dtype).min, dtype=q.dtype).triu(1)
+    return (q @ k.mT * 0.3 + mask).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("fn", [by_keys, by_two, written_later, known], ids=lambda f: f.__name__)
+def test_gradients_of_rows_that_a_number_hides(fn: Any, dtype: torch.dtype) -> None:
+    """Those of scores that change no result are eager's. Where two masks hide, it is left alone; without gradients it
+    is not, and nothing is added where no row can be hidden."""
+    rng = random.Random(f"{fn.__name__} {dtype}")
+    b, h, n, d = 2, rng.randint(1, 3), rng.randint(17, 40), 8 * rng.randint(1, 3)
+    args = [torch.randn(b, h, n, d).to(dtype).requires_grad_() for _ in range(3)]
+    keep = torch.rand(b, n) < 0.7
+    keep[rng.randrange(b)] = False
+    rewritten = Rewritten(fn)
+    check(fn, rewritten, *args, keep, backward=True)
+    assert rewritten.names() == ["softmax" if fn is by_two else "scaled_dot_product_attention"]
+    added = [n for graph in rewritten.graphs for n in graph.graph.nodes if n.target in (hidden, weighted)]
+    assert len(added) == (2 if fn in (by_keys, written_later) else 0)
+    with torch.no_grad():
+        becomes_a_call(fn, *args, keep)
 
 
 def test_a_bias_that_learns() -> None:

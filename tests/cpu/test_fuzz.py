@@ -9,6 +9,7 @@ be views of one another (from the first call on, or after a call with inputs tha
 
     make fuzz N=5000            more of them, N of each kind
     REFLIB_FUZZ_SECONDS=60      how long without N
+    REFLIB_FUZZ_DEVICE=cuda     the inputs' device
 """
 
 import os
@@ -30,6 +31,7 @@ from tests.checking import call, clone, wrong
 
 COUNT = int(os.environ.get("REFLIB_FUZZ") or 0)
 SECONDS = float(os.environ.get("REFLIB_FUZZ_SECONDS") or 20)
+DEVICE = os.environ.get("REFLIB_FUZZ_DEVICE") or "cpu"
 SHRINK = 60  # seconds spent on making a failure smaller
 FLOATS = ("float32", "float32", "float32", "float64", "bfloat16", "float16")
 OTHERS = ("int64", "int32", "int8", "uint8", "bool")
@@ -99,6 +101,9 @@ def make(dtype: str, shape: tuple[int, ...], layout: str, special: bool, seed: i
     t = getattr(torch, dtype)
 
     def values(shape: tuple[int, ...]) -> torch.Tensor:
+        return on_cpu(shape).to(DEVICE)
+
+    def on_cpu(shape: tuple[int, ...]) -> torch.Tensor:
         if t == torch.bool:
             return torch.randint(0, 2, shape, generator=g).bool()
         if not t.is_floating_point:
@@ -123,6 +128,8 @@ def make(dtype: str, shape: tuple[int, ...], layout: str, special: bool, seed: i
         return values((n + 3,))[3:].view(shape)
     if layout == "misaligned" and t.itemsize == 4:
         plain = values(shape)
+        if plain.is_cuda:
+            return torch.empty(plain.numel() + 1, dtype=t, device=DEVICE)[1:].view(shape).copy_(plain)
         if plain.numel():
             memory = bytearray(4 * plain.numel() + 4)
             return torch.frombuffer(memory, dtype=t, offset=4).view(shape).copy_(plain)
@@ -169,10 +176,12 @@ JOIN = (
     "{a} @ {a}.mT.contiguous()",
 )  # fmt: skip
 INDEX = (
-    "{a}[torch.arange({a}.shape[0]) // 2]", "{a}.index_select({d}, torch.arange({a}.shape[{d}]).flip(0))",
+    "{a}[torch.arange({a}.shape[0], device={a}.device) // 2]",
+    "{a}.index_select({d}, torch.arange({a}.shape[{d}], device={a}.device).flip(0))",
     "{a}.gather({d}, torch.zeros_like({a}, dtype=torch.int64))",
     "torch.take_along_dim({a}, torch.zeros_like({a}, dtype=torch.int64), {d})", "{a}.masked_fill({a} > 1, 0)",
-    "{a}.tril() if {a}.dim() > 1 else {a}", "{a}.index_put((torch.zeros(1, dtype=torch.int64),), {a}[-1:])",
+    "{a}.tril() if {a}.dim() > 1 else {a}",
+    "{a}.index_put((torch.zeros(1, dtype=torch.int64, device={a}.device),), {a}[-1:])",
     "torch.zeros_like({a}).scatter_add({d}, torch.zeros_like({a}, dtype=torch.int64), {a})",
     "{a}.sort({d}, stable=True)[0]",
 )  # fmt: skip
@@ -188,10 +197,13 @@ PART = (
 UPDATE = (
     "{p}.add_({b})", "{p}.mul_(2)", "{p}.copy_({b})", "{p}.copy_({q} * 2)", "{p}.add_({q}.clone())", "{p}.fill_(1)",
     "{p}.zero_()", "{p}.clamp_(-1, 1)", "{p}.masked_fill_({p} > 0, 2)", "{p}.sub_({b}.sum())", "{p}.neg_()",
-    "{p}.index_copy_({d}, torch.arange({p}.shape[{d}]).flip(0), {p}.clone())", "{p}.copy_({p}.flip({d}))",
-    "{p}.index_add_({d}, torch.zeros({p}.shape[{d}], dtype=torch.int64), {p} * 2)",
-    "{p}.scatter_({d}, torch.zeros_like({p}, dtype=torch.int64), 3)", "{p}.index_fill_({d}, torch.tensor([0]), 4)",
-    "{p}.index_put_((torch.arange({p}.shape[0]) // 2,), {p}[:1] + 1, accumulate=True)", "{p}.relu_()",
+    "{p}.index_copy_({d}, torch.arange({p}.shape[{d}], device={p}.device).flip(0), {p}.clone())",
+    "{p}.copy_({p}.flip({d}))",
+    "{p}.index_add_({d}, torch.zeros({p}.shape[{d}], dtype=torch.int64, device={p}.device), {p} * 2)",
+    "{p}.scatter_({d}, torch.zeros_like({p}, dtype=torch.int64), 3)",
+    "{p}.index_fill_({d}, torch.tensor([0], device={p}.device), 4)",
+    "{p}.index_put_((torch.arange({p}.shape[0], device={p}.device) // 2,), {p}[:1] + 1, accumulate=True)",
+    "{p}.relu_()",
     "{p}.copy_({p}.cumsum({d}))", "{p}.copy_(torch.cat([{p}, {p}], {d}).narrow({d}, 1, {p}.shape[{d}]))",
     "{p}.masked_scatter_({p} > 0, {p}.flip({d}).contiguous())", "{p}.addcmul_({b}, {b})", "{p}.lerp_({b}, 0.5)",
     "{p}.transpose_({d}, {e})", "{p}.copy_({b}.to({p}.dtype) @ {b}.to({p}.dtype).mT)", "{p}.swapaxes({d}, {e}).mul_(3)",

@@ -142,8 +142,9 @@ def test_manifests_that_do_not_fit(change: Callable[[Manifest], Any], package: P
 def test_spoiled_manifests_fuzz(tmp_path: Path) -> None:
     """One value changed at random: refused, or loaded and called, and never the end of the process."""
     package, count = spoiled_manifests.make(tmp_path / "much.reflib"), int(os.environ.get("REFLIB_FUZZ") or 120)
-    for first in range(0, count, 500):
-        words = (str(package), str(tmp_path), str(first), str(min(500, count - first)))
+    seed = int(os.environ.get("REFLIB_FUZZ_SEED") or 0)
+    for first in range(seed, seed + count, 500):
+        words = (str(package), str(tmp_path), str(first), str(min(500, seed + count - first)))
         code, out, errors = forking.forked("tests.spoiled_manifests", *words, OMP_NUM_THREADS="1")
         assert code == 0, out[-2000:] + errors[-3000:]
         found = json.loads(out.splitlines()[-1])

@@ -24,7 +24,7 @@ from reflib.target import parse_target
 from tests import packages
 
 Tensor = torch.Tensor
-COUNT = int(os.environ.get("REFLIB_FUZZ") or 300)
+COUNT, SEED = int(os.environ.get("REFLIB_FUZZ") or 300), int(os.environ.get("REFLIB_FUZZ_SEED") or 7)
 HERE = f"{platform.system()} on {platform.machine()}"
 Change = Callable[[dict[str, Any], dict[str, Any]], Any]
 
@@ -202,8 +202,8 @@ def test_classes_that_are_not_registered_here() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="counts what Linux says of a process")
 def test_damaged_packages_fuzz(for_cpus: Path, tmp_path: Path) -> None:
-    """Random damage is refused, or does not matter; REFLIB_FUZZ says how often."""
-    data, path, rng, x = for_cpus.read_bytes(), tmp_path / "damaged.reflib", random.Random(7), torch.randn(5, 6)
+    """Random damage is refused, or does not matter; REFLIB_FUZZ says how often, REFLIB_FUZZ_SEED which."""
+    data, path, rng, x = for_cpus.read_bytes(), tmp_path / "damaged.reflib", random.Random(SEED), torch.randn(5, 6)
     want, refusals = reflib.load(for_cpus)(x), 0
     for i in range(COUNT):
         new, what = damage(data, rng)

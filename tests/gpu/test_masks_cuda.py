@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.checking import check
+from tests.cpu.test_attention import by_keys, learned, written_later
 from tests.cpu.test_masks import everything, of_documents, of_the_input, window
 from tests.semantics import Compiled
 
@@ -29,3 +30,17 @@ def test_a_fused_kernel_takes_the_call(mask: Mask, dtype: torch.dtype, length: i
     names = [str(n.target) for n in compiled.stages[0].graph.module.graph.nodes]
     assert any("attention" in n for n in names), names
     assert not any("bmm" in n or "softmax" in n for n in names), names
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("fn", [by_keys, learned, written_later], ids=lambda f: f.__name__)
+def test_gradients_of_rows_that_a_number_hides(fn: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
+    """Of attention that was written by hand and is a call: all eager's."""
+    g = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(2, 3, 200, 64, generator=g).to("cuda", dtype).requires_grad_() for _ in range(3))
+    keep = torch.rand(2, 200, generator=g).cuda() < 0.7
+    keep[1] = False
+    compiled = Compiled(fn, dynamic=False)
+    check(fn, compiled, q, k, v, keep, backward=True)
+    names = [str(n.target) for n in compiled.stages[0].graph.module.graph.nodes]
+    assert any("attention" in n for n in names) and not any("softmax" in n for n in names), names

@@ -1,9 +1,10 @@
-"""PyTorch's OpInfo samples against reflib on the CPU.
+"""PyTorch's OpInfo samples against reflib.
 
 python -m tests.opinfo                          everything (hours); goes on where it stopped
 python -m tests.opinfo --limit 8 --modes forward --dtypes float32
 python -m tests.opinfo --only softmax,var --fresh
 python -m tests.opinfo --shard 2/4 --out shard2.jsonl
+python -m tests.opinfo --device cuda --jobs 10 --out cuda.jsonl
 python -m tests.opinfo --show 'nn.functional.gelu|float32|forward|0'
 python -m tests.opinfo --report                 the table again, from the results file
 """
@@ -11,6 +12,8 @@ python -m tests.opinfo --report                 the table again, from the result
 import argparse
 import fnmatch
 import json
+import os
+import random
 import sys
 import time
 from collections import Counter, defaultdict
@@ -21,11 +24,12 @@ from typing import Any
 
 def main() -> int:
     p = argparse.ArgumentParser(prog="python -m tests.opinfo", description=__doc__.splitlines()[0])
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     p.add_argument("--dtypes", default="float32,int64,bool,bfloat16")
     p.add_argument("--modes", default="forward,backward")
     p.add_argument("--only", default="", help="op names or patterns, by commas")
     p.add_argument("--limit", type=int, default=0, help="most samples of an op, spread evenly (0: all)")
-    p.add_argument("--batch", type=int, default=96, help="samples to one compiled library")
+    p.add_argument("--batch", type=int, default=96, help="samples to one process and compiled library")
     p.add_argument("--jobs", type=int, default=1)
     p.add_argument("--shard", default="1/1")
     p.add_argument("--entry", choices=("aot", "dynamo"), default="aot", help="dynamo: all through torch.compile")
@@ -33,11 +37,14 @@ def main() -> int:
         "--until", choices=("lower", "fuse", "schedule", "wrap"), default="wrap", help="interpret that stage's program"
     )
     p.add_argument("--out", type=Path, default=Path("_build/opinfo.jsonl"))
+    p.add_argument("--known", type=Path, default=Path(), help="results of other shards or earlier, not to be had again")
     p.add_argument("--fresh", action="store_true", help="forget earlier results")
     p.add_argument("--again", default="", help="statuses to try again: wrong,error,crash,timeout")
     p.add_argument("--report", action="store_true")
     p.add_argument("--show", metavar="KEY")
     a = p.parse_args()
+    if a.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # OpInfos use a GPU where there is one, which no fork survives
     if a.show:
         from .show import show
 
@@ -49,13 +56,13 @@ def main() -> int:
         a.out.parent.mkdir(parents=True, exist_ok=True)
         a.out.write_text("".join(json.dumps(r) + "\n" for r in results.values()))
     if not a.report:
-        run(a, results)
+        run(a, {**read(a.known), **results})
         results = read(a.out)
     return report(results)
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    if not path.exists():
+    if not path.is_file():
         return {}
     rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
     return {r["key"]: r for r in rows}
@@ -67,6 +74,7 @@ def run(a: argparse.Namespace, results: dict[str, Any]) -> None:
     torch.set_num_threads(1)  # no pool of threads before the fork
     import reflib.pipeline  # noqa: F401
 
+    from .samples import groups
     from .workers import run_tasks
 
     patterns = [x for x in a.only.split(",") if x]
@@ -74,7 +82,8 @@ def run(a: argparse.Namespace, results: dict[str, Any]) -> None:
     def wanted(name: str) -> bool:
         return not patterns or any(fnmatch.fnmatchcase(name, x) for x in patterns)
 
-    tasks = make_tasks(a.dtypes.split(","), a.modes.split(","), wanted, a.limit, a.batch, set(results), a.shard)
+    found = groups(a.dtypes.split(","), a.modes.split(","), wanted, a.device)
+    tasks = make_tasks(found, a.limit, a.batch, set(results), a.shard)
     total = sum(len(t.keys()) for t in tasks)
     print(f"{total} samples in {len(tasks)} libraries; results in {a.out}", flush=True)
     a.out.parent.mkdir(parents=True, exist_ok=True)
@@ -99,16 +108,14 @@ def run(a: argparse.Namespace, results: dict[str, Any]) -> None:
     print(f"{total} samples in {time.monotonic() - start:.0f} s")
 
 
-def make_tasks(
-    dtypes: list[str], modes: list[str], wanted: Any, limit: int, batch: int, done: set[str], shard: str = "1/1"
-) -> list[Any]:
+def make_tasks(groups: list[Any], limit: int, batch: int, done: set[str], shard: str = "1/1") -> list[Any]:
     """Tasks of about ``batch`` samples each, done ones left out."""
-    from .samples import groups, samples, spread
+    from .samples import samples, spread
     from .workers import Task
 
     at, of = map(int, shard.split("/"))
     tasks, parts, size = [], [], 0
-    for i, group in enumerate(groups(dtypes, modes, wanted)):
+    for i, group in enumerate(groups):
         if i % of != at - 1:
             continue
         numbers = [n for n in spread(len(samples(group)), limit) if f"{group.name}|{n}" not in done]
@@ -122,6 +129,7 @@ def make_tasks(
                 parts, size = [], 0
     if parts:
         tasks.append(Task(tuple(parts)))
+    random.Random(7).shuffle(tasks)  # a run that is stopped has seen some of everything
     return tasks
 
 
@@ -148,6 +156,8 @@ def report(results: dict[str, dict[str, Any]]) -> int:
         "fallbacks: samples that call ATen somewhere. Most often: "
         + ", ".join(f"{k} {v}" for k, v in calls.most_common(20))
     )
+    why = Counter(r["why"].partition(" || ")[2][:110] for r in results.values() if r["status"] == "excluded")
+    print("excluded, for aot_eager: " + "; ".join(f"{n} {k}" for k, n in why.most_common(6)))
     return 1 if bad else 0
 
 

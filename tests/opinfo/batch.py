@@ -1,8 +1,8 @@
 """Many samples, one compiled library.
 
 Each sample is captured by AOTAutograd (the part of ``torch.compile`` behind Dynamo) and taken through reflib's stages;
-the C++ kernels of all of them are compiled together, equal ones once; then every sample runs and is judged. What
-AOTAutograd cannot capture alone (sizes that depend on data, say) goes through ``torch.compile``.
+the C++ kernels of all of them are compiled together, equal ones once (a GPU's graph by graph); then every sample runs
+and is judged. What AOTAutograd cannot capture alone (sizes that depend on data, say) goes through ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -203,6 +203,7 @@ def run_batch(cases: list[Case], say: Say, verify: bool = True, entry: str = "ao
 
     options = Options(verify=verify, compile_threads=1, fallback_random=True)
     library = Library(options)
+    gpu = cases[0].device == "cuda"
     ready: list[tuple[Captured | None, Case, Result, float]] = []
     for case in cases:
         start = time.perf_counter()
@@ -211,7 +212,7 @@ def run_batch(cases: list[Case], say: Say, verify: bool = True, entry: str = "ao
         made = capture(case) if entry == "aot" else None
         if made is not None and made.error is None:
             say(at=case.key, phase="compile")
-            error = _compile(made, options, library, result, until)
+            error = _compile(made, options, None if gpu else library, result, until)
             if error is not None:
                 made.error = error
                 result.status, result.why = "error", f"compile: {type(error).__name__}: {_brief(error)}"
@@ -238,6 +239,8 @@ def run_batch(cases: list[Case], say: Say, verify: bool = True, entry: str = "ao
             result.status, result.why = judge(case, compiled, eager, wide)
             for s in stages:
                 _count(s, result)
+        if gpu:
+            torch.cuda.synchronize()  # where a kernel has spoiled the context, nothing more can run in this process
         if result.status in ("wrong", "error"):
             say(at=case.key, phase="aot_eager")
             status, why = fails_in_aot_eager(case, eager)
@@ -253,7 +256,8 @@ def fails_in_aot_eager(case: Case, eager: Outcome) -> tuple[str, str]:
     return ("", "") if status == "ok" else (status, why)
 
 
-def _compile(made: Captured, options: Any, library: Library, result: Result, until: str) -> Exception | None:
+def _compile(made: Captured, options: Any, library: Library | None, result: Result, until: str) -> Exception | None:
+    """Fills ``made``'s calls. Without ``library`` each graph's kernels are built at once."""
     from reflib.pipeline import run
     from reflib.wrap import wrap
 
@@ -264,7 +268,7 @@ def _compile(made: Captured, options: Any, library: Library, result: Result, unt
                 continue
             s = run(graph, options, "generate")
             assert s.scheduled is not None and s.plan is not None and s.kernels is not None
-            _, slot.fn = wrap(s.scheduled, s.plan, s.kernels, options, library.add(s.kernels))
+            _, slot.fn = wrap(s.scheduled, s.plan, s.kernels, options, library and library.add(s.kernels))
         except Exception as e:
             return e
         _count(s, result)

@@ -40,29 +40,32 @@ def _leave_seeds_alone() -> None:
 
 @dataclass(frozen=True)
 class Group:
-    """All samples of one op, dtype and mode."""
+    """All samples of one op, dtype and mode, on one device."""
 
     op: str
     dtype: str
     mode: str
+    device: str = "cpu"
 
     @property
     def name(self) -> str:
         return f"{self.op}|{self.dtype}|{self.mode}"
 
 
-def groups(dtypes: Iterable[str], modes: Iterable[str], only: Callable[[str], bool]) -> list[Group]:
-    """The groups that exist on CPU, mode by mode, dtype by dtype."""
+def groups(
+    dtypes: Iterable[str], modes: Iterable[str], only: Callable[[str], bool], device: str = "cpu"
+) -> list[Group]:
+    """The groups that exist on ``device``, mode by mode, dtype by dtype."""
     out = []
     for mode in modes:
         for dtype in dtypes:
             t = DTYPES[dtype]
             for name, op in ops().items():
-                have = op.supported_dtypes("cpu") if mode == "forward" else op.supported_backward_dtypes("cpu")
+                have = op.supported_dtypes(device) if mode == "forward" else op.supported_backward_dtypes(device)
                 if mode == "backward" and not (op.supports_autograd and t.is_floating_point):
                     continue
                 if t in have and only(name):
-                    out.append(Group(name, dtype, mode))
+                    out.append(Group(name, dtype, mode, device))
     return out
 
 
@@ -74,7 +77,7 @@ def samples(group: Group) -> list[Any]:
     op, backward = ops()[group.op], group.mode == "backward"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return list(op.sample_inputs("cpu", DTYPES[group.dtype], requires_grad=backward))
+        return list(op.sample_inputs(group.device, DTYPES[group.dtype], requires_grad=backward))
 
 
 def spread(count: int, limit: int) -> list[int]:
@@ -94,6 +97,7 @@ class Case:
     fn: Callable[..., Any]
     args: tuple[torch.Tensor, ...]
     backward: bool
+    device: str = "cpu"
 
 
 def case(group: Group, number: int, sample: Any) -> Case:
@@ -115,7 +119,7 @@ def case(group: Group, number: int, sample: Any) -> Case:
         result = process(result) if backward else result
         return tuple(result) if type(result) in (list, torch.Size) else result
 
-    return Case(f"{group.name}|{number}", fn, tuple(leaves[i] for i in where), backward)
+    return Case(f"{group.name}|{number}", fn, tuple(leaves[i] for i in where), backward, group.device)
 
 
 def _wide_dtype(x: Any) -> Any:

@@ -1,5 +1,6 @@
-"""Children that may crash. Each is forked from a parent that has imported everything and started no thread; it
-reports where it is before each risky step, so that a dead child is one crashed sample and the rest goes on."""
+"""Children that may crash. Each is forked from a parent that has imported everything and started no thread (for CUDA,
+which does not survive a fork, it is a Python of its own); it reports where it is before each risky step, so that a dead
+child is one crashed sample and the rest goes on."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Child:
     """One forked process at work on a task: where it is, what is done, and how it said that it died."""
 
     task: Task
-    process: multiprocessing.Process
+    process: Any
     heard: float
     at: str = ""
     phase: str = "start"
@@ -80,7 +81,8 @@ def run_tasks(
     tasks: list[Task], jobs: int, tell: Callable[[Result], None], entry: str = "aot", until: str = "wrap"
 ) -> None:
     """Run all tasks, ``jobs`` at a time. ``tell`` gets one Result for every sample."""
-    context = multiprocessing.get_context("fork")
+    on_cpu = all(group.device == "cpu" for task in tasks for group, _ in task.parts)
+    context = multiprocessing.get_context("fork" if on_cpu else "spawn")
     waiting = list(reversed(tasks))
     running: dict[Connection, Child] = {}
     while waiting or running:
