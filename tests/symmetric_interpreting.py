@@ -16,6 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 from reflib.lab.triton_child import complete_the_interpreter
 from reflib.ranks import kernels, products, reduce
@@ -23,6 +25,7 @@ from reflib.ranks.symmetric import ALIGN, DTYPES, HOW, _Device
 
 BYTES, GUARD, CALLS = 1 << 16, 64, 20
 kernels.MOST, kernels.BYTES = 2, 512  # several steps of few values
+kernels.WORDS, kernels.AREA = 32, 1 << 14
 
 
 def storage_of(path: str, rank: int, size: int, limit: float) -> Any:
@@ -38,6 +41,28 @@ def storage_of(path: str, rank: int, size: int, limit: float) -> Any:
     return s
 
 
+@triton.jit
+def _send(address, word, flag):
+    """What its PTX does."""
+    both = (flag.to(tl.int64) << 32) | (word.to(tl.int64) & 0xFFFFFFFF)
+    tl.store(address.to(tl.pointer_type(tl.int64)), both)
+
+
+@triton.jit
+def _take(address, flag, TAKE: tl.constexpr, POLLS: tl.constexpr, WORLD: tl.constexpr):
+    found = ()
+    for rank in tl.static_range(WORLD):
+        at = (address + rank * TAKE).to(tl.pointer_type(tl.int64))
+        polls, word = 0, tl.load(at)
+        while (tl.min(((word >> 32) == flag).to(tl.int32)) == 0) & (polls < POLLS):
+            word = tl.load(at)
+            polls += 1
+        tl.device_assert((word >> 32) == flag, "reflib: a rank did not come to an exchange over symmetric storage in time")
+        found += (word.to(tl.int32),)
+    return found
+
+
+kernels._send, kernels._take, kernels.take = _send, _take, lambda size, slot: slot
 DEVICE: Any = SimpleNamespace(type="cuda")
 STREAM = SimpleNamespace(wait_stream=id, wait_event=id, record_event=lambda: None)
 torch.cuda.current_stream = lambda *_: STREAM  # type: ignore[assignment]

@@ -6,6 +6,7 @@ what ``symmetric.Storage`` counts). They are, each 8 bytes::
     heard[block][rank]          where the values of that rank begin: written by the block itself
     flags[5][block][rank]       0, or what that rank says
     calls[block]                how many calls have taken a turn; each block has the number
+    words[2][2][rank][...]      of ``flagged``, in turn and per step; the first says what a rank does
 
 **Meeting.** Block i of a rank only reads what the blocks i of all ranks have written, because all cut their values
 alike; so it meets only those. It writes into their flags what it says (release: with all that the block stored
@@ -22,6 +23,7 @@ two places, used in turn: who begins the call after the next has left the next, 
 ======================  ============================================================  ========
 kernel                  what a block does                                             meetings
 ======================  ============================================================  ========
+flagged                 writes words with flags to all, adds up what comes            none
 push                    writes to all others what is theirs, adds up what has come    1
 two_shot                adds up this rank's share, which it reads from all; then      2
                         reads the others' sums
@@ -31,10 +33,16 @@ landed                  adds up what has been copied here (``products``)        
 **What is said** has two halves: a number for the kind of call (way, bytes, dtype), and where the values lie. Another
 kind, or none in time, ends the kernel with an assertion.
 
+**Words with flags.** A meeting is a fence, which waits until all that was written has arrived, and a flag behind it:
+two ways through the wires. Small sums go without: each four bytes of values travel with four of the call's number, in
+one store of eight, which arrives whole. A thread waits for the words that it adds up, and no block for another. It is
+twice the bytes, so up to FLAGGED only. What a call's words say stays until the next but one writes there; each call
+has another number, and a kernel ends when it has heard from all ranks, so turns hold as above.
+
 Values are added in the order of ranks, so all ranks have the same bits; halves in float32.
 
-NB: PyTorch's kernels over symmetric memory meet by compare-and-swap on one set of flags, and so wait twice. NCCL's
-protocols for small messages write flags between the data, without a fence.
+NB: PyTorch's kernels over symmetric memory meet by compare-and-swap on one set of flags, and so wait twice. Flags
+beside the data are the idea of NCCL's protocol for small messages, "LL".
 """
 
 from __future__ import annotations
@@ -53,10 +61,18 @@ BLOCKS = tl.constexpr(128)  # for which there are flags
 BYTES, WARPS, MOST = 8192, 16, 128  # a launch: bytes per step of a block, its warps, blocks
 MEETINGS = tl.constexpr(5)
 POLLS_PER_SECOND = 2_000_000  # about; a poll takes half a microsecond or more
+AREA, HEAD = 8 << 20, tl.constexpr(256)  # bytes of the words of ``flagged``, per turn; before those of a rank
+FLAGGED = {"one_shot": 256 << 10, "two_shot": 2 << 20, "reduce-scatter": 256 << 10}  # bytes that a rank sends to one
+WORDS, WORD_WARPS = 512, 16  # per step of a block of ``flagged``
 
 
 def front(size: int) -> int:
     """Bytes in front of the memory of each of ``size`` ranks: 0 at first."""
+    return _flags(size) + 2 * AREA
+
+
+def _flags(size: int) -> int:
+    """Of these, before the words of ``flagged``."""
     return -(-8 * BLOCKS.value * (size * (1 + MEETINGS.value) + 1) // 4096) * 4096
 
 
@@ -71,6 +87,8 @@ def all_reduce(how: str, s: Any, x: torch.Tensor, out: torch.Tensor) -> None:
         return pushed(how, s, x, out, 0)
     n, at = x.numel(), s.offset(x)
     share, where = share_of(x, s.size), s.copied if at is None else at
+    if _small(how, s, x, share):
+        return _flagged(how, s, x, out, share, share, n)
     grid, facts = _launch(s, share, x.dtype)
     what = said(how, n, x.dtype) | where // UNIT
     two_shot[grid](s.table, x, out, what, n, share, SUMS=s.sums, HALF=(s.turns - s.sums) // 2, COPY=at is None, **facts)
@@ -78,10 +96,30 @@ def all_reduce(how: str, s: Any, x: torch.Tensor, out: torch.Tensor) -> None:
 
 def pushed(how: str, s: Any, x: torch.Tensor, out: torch.Tensor, part: int) -> None:
     """out = the sum over ranks of n of their values, n as in ``out``. The rank r gets those from ``part`` * r on."""
+    if _small(how, s, x, out.numel()):
+        return _flagged(how, s, x, out, out.numel(), part, part * (s.size - 1) + out.numel())
     grid, facts = _launch(s, out.numel(), x.dtype)
     push[grid](
         s.table, x, out, said(how, out.numel(), x.dtype), out.numel(), part, TURNS=s.turns, SLOT=slot(s), **facts
     )
+
+
+def _small(how: str, s: Any, x: torch.Tensor, n: int) -> bool:
+    """Does a rank send so few of ``x``, n values to each other, that words with flags are faster?"""
+    nbytes = n * x.element_size()
+    fits = HEAD.value + 2 * -(-nbytes // (4 * WORDS)) * (4 * WORDS) <= AREA // (2 * s.size)
+    return x.element_size() <= 4 and fits and nbytes * (s.size if how == "two_shot" else 1) <= FLAGGED[how]
+
+
+def _flagged(how: str, s: Any, x: torch.Tensor, out: torch.Tensor, n: int, part: int, total: int) -> None:
+    _, facts = _launch(s, 1, x.dtype)
+    facts |= {"BLOCK": WORDS, "num_warps": WORD_WARPS}
+    grid = (max(1, min(MOST, -(-n * x.element_size() // (4 * WORDS)))),)
+    slot = AREA // (2 * s.size) // 16 * 16
+    flagged[grid](
+        s.table, x, out, said(how, out.numel(), x.dtype), n, part, total, TWO=how == "two_shot", SLOT=slot,
+        TAKE=take(s.size, slot), FIRST=_flags(s.size), AREA=AREA, **facts,
+    )  # fmt: skip
 
 
 def landed_sum(s: Any, x: torch.Tensor, out: torch.Tensor, stride: int, what: int) -> None:
@@ -280,4 +318,132 @@ def two_shot(
             rank = (RANK + other) % WORLD
             here = (i < share) & (i + rank * share < n)
             tl.store(out + rank * share + i, tl.load(_at(tl.load(table + rank) + where, out) + i, here), here)
+    _took_turn(own, calls, WORLD)
+
+
+# -- words with flags ---------------------------------------------------------------------------------------
+SEND = tl.constexpr("""{
+.reg .b64 word;
+mov.b64 word, {$2, $3};
+st.relaxed.sys.global.b64 [$1], word;
+mov.b32 $0, 0;
+}""")
+
+
+def take(size: int, slot: int) -> str:
+    """PTX: the words of ``size`` ranks, ``slot`` bytes apart, read until all have the flag; then how often it may still
+    be tried. (No thread waits for another one; and the reads are under way together.)"""
+    flag, polls, ranks = f"${size + 2}", f"${size + 3}", range(size)
+    lines = [".reg .pred again, other;", f".reg .b64 word<{size}>;", f".reg .b32 flag<{size}>;"]
+    lines += [f"mov.b32 ${size}, {polls};", "next:", f"sub.u32 ${size}, ${size}, 1;"]
+    lines += [f"ld.relaxed.sys.global.b64 word{r}, [${size + 1} + {r * slot}];" for r in ranks]
+    lines += [f"mov.b64 {{${r}, flag{r}}}, word{r};" for r in ranks]
+    lines += [f"setp.ne.b32 again, flag0, {flag};"]
+    lines += [f"setp.ne.or.b32 again, flag{r}, {flag}, again;" for r in ranks[1:]]
+    lines += [f"setp.ne.and.b32 again, ${size}, 0, again;", "@again bra next;"]
+    return "\n".join(["{", *lines, "}"])
+
+
+@triton.jit
+def _send(address, word, flag):
+    tl.inline_asm_elementwise(SEND, "=r,l,r,r", [address, word, flag], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _take(address, flag, TAKE: tl.constexpr, POLLS: tl.constexpr, WORLD: tl.constexpr):
+    """Of each rank, the word that it has sent."""
+    found = tl.inline_asm_elementwise(
+        TAKE, "=&r," * (WORLD + 1) + "l,r,r", [address, flag, POLLS], (tl.int32,) * (WORLD + 1), is_pure=False, pack=1
+    )
+    tl.device_assert(found[WORLD] != 0, "reflib: a rank did not come to an exchange over symmetric storage in time")
+    return found
+
+
+@triton.jit
+def _word(x, i, first, n, total):
+    """Four bytes of the n values from ``first`` on; what is not among them, or the ``total``, is 0."""
+    if x.dtype.element_ty.primitive_bitwidth == 32:
+        word = tl.load(x + first + i, (i < n) & (first + i < total), 0).to(tl.int32, bitcast=True)
+    else:
+        word = tl.zeros_like(i)
+        for half in tl.static_range(2):
+            at = 2 * i + half
+            value = tl.load(x + first + at, (at < n) & (first + at < total), 0).to(tl.uint16, bitcast=True)
+            word |= value.to(tl.int32) << 16 * half
+    return word
+
+
+@triton.jit
+def _half(word, half: tl.constexpr, like):
+    if like.dtype.element_ty.primitive_bitwidth == 32:
+        value = word.to(like.dtype.element_ty, bitcast=True)
+    else:
+        value = (word >> 16 * half).to(tl.uint16).to(like.dtype.element_ty, bitcast=True)
+    return value
+
+
+@triton.jit
+def _sum_of_words(words, like, WIDE: tl.constexpr, WORLD: tl.constexpr):
+    halves: tl.constexpr = 32 // like.dtype.element_ty.primitive_bitwidth
+    found = tl.zeros_like(words[0])
+    for half in tl.static_range(halves):
+        total = _half(words[0], half, like).to(WIDE)
+        for rank in tl.static_range(1, WORLD):
+            total += _half(words[rank], half, like).to(WIDE)
+        value = total.to(like.dtype.element_ty)
+        if halves == 1:
+            found = value.to(tl.int32, bitcast=True)
+        else:
+            found |= value.to(tl.uint16, bitcast=True).to(tl.int32) << 16 * half
+    return found
+
+
+@triton.jit
+def _put(out, word, i, first, n, total):
+    halves: tl.constexpr = 32 // out.dtype.element_ty.primitive_bitwidth
+    for half in tl.static_range(halves):
+        at = halves * i + half
+        tl.store(out + first + at, _half(word, half, out), (at < n) & (first + at < total))
+
+
+@triton.jit(do_not_specialize=["said"])
+def flagged(
+    table, x, out, said, n, part, total, TWO: tl.constexpr, SLOT: tl.constexpr, TAKE: tl.constexpr,
+    FIRST: tl.constexpr, AREA: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, FRONT: tl.constexpr,
+    BLOCK: tl.constexpr, POLLS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """As ``push``, of values of x before ``total``; TWO: then all ranks get all sums, in parts of ``n``."""
+    block, own, lane = tl.program_id(0), tl.load(table + RANK), tl.arange(0, BLOCK)
+    calls = tl.load(_calls(own, WORLD) + block)
+    turn, flag = FIRST + calls % 2 * AREA, (calls + 1).to(tl.int32)
+    mine = turn + SLOT * RANK
+    n_words, step = tl.cdiv(n * out.dtype.element_ty.primitive_bitwidth, 32), tl.num_programs(0) * BLOCK
+    kind = (said >> 32).to(tl.int32)
+    if block == 0:  # all ranks do the same; of each slot, the first word says what
+        for other in tl.static_range(WORLD):
+            _send(tl.load(table + other) + mine + 0 * tl.arange(0, 32), kind, flag)
+    for start in range(block * BLOCK, n_words, step):
+        i = start + lane
+        for other in tl.static_range(WORLD):
+            rank = (RANK + other) % WORLD
+            _send(tl.load(table + rank) + mine + HEAD + 8 * i, _word(x, i, part * rank, n, total), flag)
+    if block == 0:
+        kinds = _take(own + turn + 0 * tl.arange(0, 32), flag, TAKE, POLLS, WORLD)
+        for rank in tl.static_range(WORLD):
+            tl.device_assert(kinds[rank] == kind, "reflib: ranks exchange different things in symmetric storage")
+    for start in range(block * BLOCK, n_words, step):
+        i = start + lane
+        word = _sum_of_words(_take(own + turn + HEAD + 8 * i, flag, TAKE, POLLS, WORLD), out, WIDE, WORLD)
+        if TWO:
+            for other in tl.static_range(WORLD):
+                rank = (RANK + other) % WORLD
+                _send(tl.load(table + rank) + mine + WORLD * SLOT + HEAD + 8 * i, word, flag)
+        else:
+            _put(out, word, i, 0, n, n)
+    if TWO:
+        for start in range(block * BLOCK, n_words, step):
+            i = start + lane
+            words = _take(own + turn + WORLD * SLOT + HEAD + 8 * i, flag, TAKE, POLLS, WORLD)
+            for rank in tl.static_range(WORLD):
+                _put(out, words[rank], i, n * rank, n, total)
     _took_turn(own, calls, WORLD)
