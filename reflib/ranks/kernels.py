@@ -117,7 +117,7 @@ def _flagged(how: str, s: Any, x: torch.Tensor, out: torch.Tensor, n: int, part:
     grid = (max(1, min(MOST, -(-n * x.element_size() // (4 * WORDS)))),)
     slot = AREA // (2 * s.size) // 16 * 16
     flagged[grid](
-        s.table, x, out, said(how, out.numel(), x.dtype), n, part, total, TWO=how == "two_shot", SLOT=slot,
+        s.memory, s.table, x, out, said(how, out.numel(), x.dtype), n, part, total, TWO=how == "two_shot", SLOT=slot,
         TAKE=take(s.size, slot), FIRST=_flags(s.size), AREA=AREA, **facts,
     )  # fmt: skip
 
@@ -351,12 +351,10 @@ def _send(address, word, flag):
 
 @triton.jit
 def _take(address, flag, TAKE: tl.constexpr, POLLS: tl.constexpr, WORLD: tl.constexpr):
-    """Of each rank, the word that it has sent."""
-    found = tl.inline_asm_elementwise(
+    """Of each rank, the word that it has sent; and 0 if not all came in time."""
+    return tl.inline_asm_elementwise(
         TAKE, "=&r," * (WORLD + 1) + "l,r,r", [address, flag, POLLS], (tl.int32,) * (WORLD + 1), is_pure=False, pack=1
     )
-    tl.device_assert(found[WORLD] != 0, "reflib: a rank did not come to an exchange over symmetric storage in time")
-    return found
 
 
 @triton.jit
@@ -406,44 +404,57 @@ def _put(out, word, i, first, n, total):
         tl.store(out + first + at, _half(word, half, out), (at < n) & (first + at < total))
 
 
+@triton.jit
+def _all(table, WORLD: tl.constexpr):
+    """Where each rank's memory begins."""
+    found = ()
+    for rank in tl.static_range(WORLD):
+        found += (tl.load(table + rank),)
+    return found
+
+
 @triton.jit(do_not_specialize=["said"])
 def flagged(
-    table, x, out, said, n, part, total, TWO: tl.constexpr, SLOT: tl.constexpr, TAKE: tl.constexpr,
+    memory, table, x, out, said, n, part, total, TWO: tl.constexpr, SLOT: tl.constexpr, TAKE: tl.constexpr,
     FIRST: tl.constexpr, AREA: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, FRONT: tl.constexpr,
     BLOCK: tl.constexpr, POLLS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """As ``push``, of values of x before ``total``; TWO: then all ranks get all sums, in parts of ``n``."""
-    block, own, lane = tl.program_id(0), tl.load(table + RANK), tl.arange(0, BLOCK)
-    calls = tl.load(_calls(own, WORLD) + block)
+    """As ``push``, of values of x before ``total``; TWO: then all ranks get all sums, in parts of ``n``. ``memory``:
+    this rank's. (What is read is read before anything is sent: a load does not overtake a store.)"""
+    block, own, lane = tl.program_id(0), memory.to(tl.int64), tl.arange(0, BLOCK)
+    calls, theirs = tl.load(_calls(own, WORLD) + block), _all(table, WORLD)
     turn, flag = FIRST + calls % 2 * AREA, (calls + 1).to(tl.int32)
-    mine = turn + SLOT * RANK
+    mine, second = turn + SLOT * RANK, WORLD * SLOT + HEAD
     n_words, step = tl.cdiv(n * out.dtype.element_ty.primitive_bitwidth, 32), tl.num_programs(0) * BLOCK
-    kind = (said >> 32).to(tl.int32)
+    kind, late = (said >> 32).to(tl.int32), tl.zeros([BLOCK], tl.int1)
+    for start in range(block * BLOCK, n_words, step):
+        words = ()
+        for rank in tl.static_range(WORLD):
+            words += (_word(x, start + lane, part * rank, n, total),)
+        for other in tl.static_range(WORLD):
+            _send(theirs[(RANK + other) % WORLD] + mine + HEAD + 8 * (start + lane), words[(RANK + other) % WORLD], flag)
     if block == 0:  # all ranks do the same; of each slot, the first word says what
         for other in tl.static_range(WORLD):
-            _send(tl.load(table + other) + mine + 0 * tl.arange(0, 32), kind, flag)
-    for start in range(block * BLOCK, n_words, step):
-        i = start + lane
-        for other in tl.static_range(WORLD):
-            rank = (RANK + other) % WORLD
-            _send(tl.load(table + rank) + mine + HEAD + 8 * i, _word(x, i, part * rank, n, total), flag)
-    if block == 0:
+            _send(theirs[other] + mine + 0 * tl.arange(0, 32), kind, flag)
         kinds = _take(own + turn + 0 * tl.arange(0, 32), flag, TAKE, POLLS, WORLD)
-        for rank in tl.static_range(WORLD):
-            tl.device_assert(kinds[rank] == kind, "reflib: ranks exchange different things in symmetric storage")
+        same = kinds[0] == kind
+        for rank in tl.static_range(1, WORLD):
+            same &= kinds[rank] == kind
+        tl.device_assert(same | (kinds[WORLD] == 0), "reflib: ranks exchange different things in symmetric storage")
     for start in range(block * BLOCK, n_words, step):
-        i = start + lane
-        word = _sum_of_words(_take(own + turn + HEAD + 8 * i, flag, TAKE, POLLS, WORLD), out, WIDE, WORLD)
+        words = _take(own + turn + HEAD + 8 * (start + lane), flag, TAKE, POLLS, WORLD)
+        word = _sum_of_words(words, out, WIDE, WORLD)
+        late |= words[WORLD] == 0
         if TWO:
             for other in tl.static_range(WORLD):
-                rank = (RANK + other) % WORLD
-                _send(tl.load(table + rank) + mine + WORLD * SLOT + HEAD + 8 * i, word, flag)
+                _send(theirs[(RANK + other) % WORLD] + mine + second + 8 * (start + lane), word, flag)
         else:
-            _put(out, word, i, 0, n, n)
+            _put(out, word, start + lane, 0, n, n)
     if TWO:
         for start in range(block * BLOCK, n_words, step):
-            i = start + lane
-            words = _take(own + turn + WORLD * SLOT + HEAD + 8 * i, flag, TAKE, POLLS, WORLD)
+            words = _take(own + turn + second + 8 * (start + lane), flag, TAKE, POLLS, WORLD)
+            late |= words[WORLD] == 0
             for rank in tl.static_range(WORLD):
-                _put(out, words[rank], i, n * rank, n, total)
+                _put(out, words[rank], start + lane, n * rank, n, total)
+    tl.device_assert(~late, "reflib: a rank did not come to an exchange over symmetric storage in time")
     _took_turn(own, calls, WORLD)

@@ -326,7 +326,7 @@ class _Device(Storage):
         own = _together(group, "allocate", allocated)
         self.handle = _together(group, "rendezvous", lambda: symmetric.rendezvous(own, self.name))
         whole = [self.handle.get_buffer(r, (nbytes,), torch.uint8) for r in range(self.size)]
-        self.peers = [w[self.front :] for w in whole]
+        self.peers, self.memory = [w[self.front :] for w in whole], whole[self.rank]
         self.table = torch.tensor([w.data_ptr() for w in whole], dtype=torch.int64, device=device)
         self.stream: Any = None
         # for products (``products``): what is computed first, and what is copied meanwhile, come before the rest
