@@ -26,6 +26,7 @@ from reflib.ranks.symmetric import ALIGN, DTYPES, HOW, _Device
 BYTES, GUARD, CALLS = 1 << 16, 64, 20
 kernels.MOST, kernels.BYTES = 2, 512  # several steps of few values
 kernels.WORDS, kernels.AREA = 32, 1 << 14
+kernels.TILE |= {"M": 16, "N": 16, "K": 16}
 
 
 def storage_of(path: str, rank: int, size: int, limit: float) -> Any:
@@ -85,8 +86,13 @@ def product_problems(s: Any, rng: random.Random) -> list[str]:
     sums, parts = torch.full([m, n], 77, dtype=dtype), xs[s.rank].unflatten(0, (s.size, m))
     for at in (slice(0, m // 2), slice(m // 2, m)):
         products.product_scatter(s, parts[:, at], ws[s.rank], sums[at])
-    if not torch.allclose(sums, (xs @ ws).sum(0).unflatten(0, (s.size, m))[s.rank], rtol=1e-4, atol=1e-4):
-        wrong.append(f"product and scatter: rank {s.rank} of {s.size}, {m} {k} {n} {dtype}")
+    there = torch.full([m, n], 77.0)  # (its kernel adds up in float32)
+    for at in (slice(0, m // 2), slice(m // 2, m)) if m > 1 else (slice(0, 1),):
+        products.product_there(s, parts[:, at].float(), ws[s.rank].float(), there[at])
+    want = (xs @ ws).sum(0).unflatten(0, (s.size, m))[s.rank]
+    for what, found in (("product and scatter", sums), ("product there", there)):
+        if not torch.allclose(found, want.to(found.dtype), rtol=1e-4, atol=1e-4):
+            wrong.append(f"{what}: rank {s.rank} of {s.size}, {m} {k} {n} {dtype}")
     return wrong
 
 

@@ -157,8 +157,8 @@ def scatter_in_storage(x: Any, w: Any, group_name: str) -> Any:
     return SCATTER(x @ w, group_name)
 
 
-def scatter_through_storage(x: Any, w: Any, group_name: str) -> Any:
-    return PRODUCT_SCATTER(x, w, group_name)
+def scatter_through_storage(x: Any, w: Any, group_name: str, there: bool = False) -> Any:
+    return PRODUCT_SCATTER(x, w, group_name, there)
 
 
 def _scatter_backward(ctx: Any, grad: Any) -> Any:
@@ -174,7 +174,8 @@ matmul_reduce_scatter = _op(
     multiply_then_scatter,
     lambda x, w, group_name: x.new_empty(x.shape[0] // size_of(group_name), *x.shape[1:-1], w.shape[1]),
     _scatter_backward,
-    [*(CustomOpConfig(scatter_in_chunks, chunks=n) for n in CHUNKS), scatter_in_storage, scatter_through_storage],
+    [*(CustomOpConfig(scatter_in_chunks, chunks=n) for n in CHUNKS), scatter_in_storage,
+     *(CustomOpConfig(scatter_through_storage, there=there) for there in (False, True))],
 )
 
 for op, backward in ((GATHER_PRODUCT, _gather_backward), (PRODUCT_SCATTER, _scatter_backward)):

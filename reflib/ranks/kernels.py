@@ -27,6 +27,7 @@ flagged                 writes words with flags to all, adds up what comes      
 push                    writes to all others what is theirs, adds up what has come    1
 two_shot                adds up this rank's share, which it reads from all; then      2
                         reads the others' sums
+product_there           multiplies, and writes to all others what is theirs            1
 landed                  adds up what has been copied here (``products``)              1
 ======================  ============================================================  ========
 
@@ -58,6 +59,7 @@ from .symmetric import ALIGN, share_of
 
 UNIT = 16  # bytes: values begin at multiples of this
 BLOCKS = tl.constexpr(128)  # for which there are flags
+TILE = {"M": 128, "N": 256, "K": 64, "num_warps": 8, "num_stages": 3}  # of ``product_there``
 BYTES, WARPS, MOST = 8192, 16, 128  # a launch: bytes per step of a block, its warps, blocks
 MEETINGS = tl.constexpr(5)
 POLLS_PER_SECOND = 2_000_000  # about; a poll takes half a microsecond or more
@@ -128,6 +130,19 @@ def landed_sum(s: Any, x: torch.Tensor, out: torch.Tensor, stride: int, what: in
     landed[grid](s.table, x, out, what, out.numel(), stride, LANDING=s.copied, **facts)
 
 
+def products_there(s: Any, x: torch.Tensor, w: torch.Tensor, mine: torch.Tensor, stride: int, what: int) -> None:
+    """x, [ranks, m, k], times w, [k, n]: what is of another rank's rows goes to its landing, at multiples of ``stride``
+    bytes; ``mine``: of this rank's. Rows of x are contiguous."""
+    _, facts = _launch(s, 1, x.dtype)
+    names = ("RANK", "WORLD", "POLLS", "FRONT", "debug", "sanitize_overflow")
+    (_, m, k), n = x.shape, w.shape[1]
+    tiles = s.size * -(-m // TILE["M"]) * -(-n // TILE["N"])
+    product_there[(min(MOST, tiles),)](
+        s.table, x, w, mine, what, m, n, k, stride, x.stride(0), x.stride(1), *w.stride(),
+        LANDING=s.copied, **TILE, **{name: facts[name] for name in names},
+    )  # fmt: skip
+
+
 def meeting(s: Any, number: int, what: int) -> None:
     """Ranks meet, each in the order of its current stream."""
     _, facts = _launch(s, 1, torch.int64)
@@ -158,29 +173,42 @@ def meet(
     RANK: tl.constexpr, WORLD: tl.constexpr, POLLS: tl.constexpr, FRONT: tl.constexpr,
 ):  # fmt: skip
     """This block and those of its number on other ranks. TELL: what each says is in ``heard`` then, as an address."""
-    block = tl.program_id(0)
-    first = 8 * WORLD * (BLOCKS * (1 + number) + block)  # of this block's flags in this meeting
     own = tl.load(table + RANK)
     tl.debug_barrier()
-    for step in tl.static_range(1, WORLD):
-        other = (RANK + step) % WORLD
-        flag = (tl.load(table + other) + first + 8 * RANK).to(tl.pointer_type(tl.int64))
-        tl.atomic_xchg(flag, said, sem="release", scope="sys")
+    _come(table, said, number, RANK, WORLD)
     for step in tl.static_range(1, WORLD):
         other = (RANK + WORLD - step) % WORLD
-        flag = (own + first + 8 * other).to(tl.pointer_type(tl.int64))
-        polls = 0
-        heard = tl.atomic_xchg(flag, 0, sem="acquire", scope="sys")
-        while (heard == 0) & (polls < POLLS):
-            heard = tl.atomic_xchg(flag, 0, sem="acquire", scope="sys")
-            polls += 1
-        tl.device_assert(heard != 0, "reflib: a rank did not come to an exchange over symmetric storage in time")
-        tl.device_assert((heard >> 32) == (said >> 32), "reflib: ranks exchange different things in symmetric storage")
+        heard = _hear(own, said, number, other, WORLD, POLLS)
         if TELL:
-            _tell(own, table, other, heard, block, WORLD, FRONT)
+            _tell(own, table, other, heard, tl.program_id(0), WORLD, FRONT)
     if TELL:
-        _tell(own, table, RANK, said, block, WORLD, FRONT)
+        _tell(own, table, RANK, said, tl.program_id(0), WORLD, FRONT)
     tl.debug_barrier()
+
+
+@triton.jit
+def _flag(memory, number, rank, WORLD: tl.constexpr):
+    """Of this block, in a rank's memory: what ``rank`` says in a meeting."""
+    return (memory + 8 * (WORLD * (BLOCKS * (1 + number) + tl.program_id(0)) + rank)).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def _come(table, said, number, RANK: tl.constexpr, WORLD: tl.constexpr):
+    for step in tl.static_range(1, WORLD):
+        flag = _flag(tl.load(table + (RANK + step) % WORLD), number, RANK, WORLD)
+        tl.atomic_xchg(flag, said, sem="release", scope="sys")
+
+
+@triton.jit
+def _hear(own, said, number, other, WORLD: tl.constexpr, POLLS: tl.constexpr):
+    flag, polls = _flag(own, number, other, WORLD), 0
+    heard = tl.atomic_xchg(flag, 0, sem="acquire", scope="sys")
+    while (heard == 0) & (polls < POLLS):
+        heard = tl.atomic_xchg(flag, 0, sem="acquire", scope="sys")
+        polls += 1
+    tl.device_assert(heard != 0, "reflib: a rank did not come to an exchange over symmetric storage in time")
+    tl.device_assert((heard >> 32) == (said >> 32), "reflib: ranks exchange different things in symmetric storage")
+    return heard
 
 
 @triton.jit(do_not_specialize=["said"])
@@ -276,6 +304,41 @@ def landed(
     own = tl.load(table + RANK)
     meet(table, said, 2, False, RANK, WORLD, POLLS, FRONT)
     _sum_of_slots(x, own + FRONT + LANDING, stride, out, n, BLOCK, WIDE, RANK, WORLD)
+
+
+@triton.jit(do_not_specialize=["said"])
+def product_there(
+    table, x, w, mine, said, m, n, k, stride, x_part, x_row, w_row, w_column, LANDING: tl.constexpr,
+    RANK: tl.constexpr, WORLD: tl.constexpr, FRONT: tl.constexpr, POLLS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """The products of all ranks' rows, [m, k] each, with w, each where its rank adds up; of this rank's rows, last and
+    in ``mine``. A block has several tiles, and waits for the others' permission to write behind its first."""
+    own, block = tl.load(table + RANK), tl.program_id(0)
+    _come(table, said, 0, RANK, WORLD)
+    rows = tl.cdiv(m, M)
+    tiles = rows * tl.cdiv(n, N)
+    for t in range(block, WORLD * tiles, tl.num_programs(0)):
+        step = t // tiles + 1
+        rank = (RANK + step) % WORLD
+        i = t % tiles % rows * M + tl.arange(0, M)
+        j = t % tiles // rows * N + tl.arange(0, N)
+        depth = tl.arange(0, K)
+        from_x = x + rank.to(tl.int64) * x_part + (i % m)[:, None] * x_row + depth[None, :]
+        from_w = w + depth[:, None] * w_row + (j % n)[None, :] * w_column
+        total = tl.zeros([M, N], tl.float32)
+        for start in range(0, k, K):
+            here = start + depth < k
+            total = tl.dot(tl.load(from_x, here[None, :], 0), tl.load(from_w, here[:, None], 0), total)
+            from_x += K
+            from_w += K * w_row
+        if t == block:
+            for other in tl.static_range(1, WORLD):
+                _hear(own, said, 0, (RANK + WORLD - other) % WORLD, WORLD, POLLS)
+        there = tl.load(table + rank) + FRONT + LANDING + (step - 1) * stride
+        there = _at(tl.where(step == WORLD, mine.to(tl.int64), there), mine)
+        place = there + i.to(tl.int64)[:, None] * n + j[None, :]
+        tl.store(place, total.to(mine.dtype.element_ty), (i < m)[:, None] & (j < n)[None, :])
 
 
 @triton.jit
