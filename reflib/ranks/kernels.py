@@ -476,7 +476,7 @@ def _all(table, WORLD: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["said"])
+@triton.jit(do_not_specialize=["said", "n", "part", "total"], do_not_specialize_on_alignment=["x", "out"])
 def flagged(
     memory, table, x, out, said, n, part, total, TWO: tl.constexpr, SLOT: tl.constexpr, TAKE: tl.constexpr,
     FIRST: tl.constexpr, AREA: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, FRONT: tl.constexpr,
