@@ -495,7 +495,8 @@ def flagged(
         for rank in tl.static_range(WORLD):
             words += (_word(x, start + lane, part * rank, n, total),)
         for other in tl.static_range(WORLD):
-            _send(theirs[(RANK + other) % WORLD] + mine + HEAD + 8 * (start + lane), words[(RANK + other) % WORLD], flag)
+            place = mine + HEAD + 8 * (start + lane)
+            _send(theirs[(RANK + other) % WORLD] + place, words[(RANK + other) % WORLD], flag)
     if block == 0:  # all ranks do the same; of each slot, the first word says what
         for other in tl.static_range(WORLD):
             _send(theirs[other] + mine + 0 * tl.arange(0, 32), kind, flag)
@@ -509,7 +510,7 @@ def flagged(
         word = _sum_of_words(words, out, WIDE, WORLD)
         late |= words[WORLD] == 0
         if TWO:
-            for other in tl.static_range(WORLD):
+            for other in tl.static_range(1, WORLD + 1):
                 _send(theirs[(RANK + other) % WORLD] + mine + second + 8 * (start + lane), word, flag)
         else:
             _put(out, word, start + lane, 0, n, n)
