@@ -63,7 +63,23 @@ def _take(address, flag, TAKE: tl.constexpr, POLLS: tl.constexpr, WORLD: tl.cons
     return (*found, came.to(tl.int32))
 
 
+@triton.jit
+def _say(address, said, WORLD: tl.constexpr):
+    tl.store(address.to(tl.pointer_type(tl.int64)), said, tl.arange(0, 32) < WORLD)
+
+
+@triton.jit
+def _hear(address, POLLS: tl.constexpr):
+    at, polls = address.to(tl.pointer_type(tl.int64)), 0
+    heard = tl.load(at)
+    while (tl.min((heard != 0).to(tl.int32)) == 0) & (polls < POLLS):
+        heard = tl.load(at)
+        polls += 1
+    return heard
+
+
 kernels._send, kernels._take, kernels.take = _send, _take, lambda size, slot: slot
+kernels._say, kernels._hear = _say, _hear
 DEVICE: Any = SimpleNamespace(type="cuda")
 STREAM = SimpleNamespace(wait_stream=id, wait_event=id, record_event=lambda: None)
 torch.cuda.current_stream = lambda *_: STREAM  # type: ignore[assignment]

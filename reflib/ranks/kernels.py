@@ -10,7 +10,8 @@ what ``symmetric.Storage`` counts). They are, each 8 bytes::
 
 **Meeting.** Block i of a rank only reads what the blocks i of all ranks have written, because all cut their values
 alike; so it meets only those. It writes into their flags what it says (release: with all that the block stored
-before), and takes from its own what they say (acquire), which leaves 0 for the next time. A block that waits needs only
+before; one thread per rank, so that none waits for another's), and reads from its own what they say (acquire), each
+thread for itself; then it leaves 0 there for the next time. A block that waits needs only
 blocks of the same number, and GPUs start blocks in order: none waits for one that cannot start.
 
 **A flag is free when it is written**, so no rank waits for an answer, and a CUDA graph may replay the kernel as often
@@ -70,10 +71,10 @@ WORDS, WORD_WARPS = 512, 16  # per step of a block of ``flagged``
 
 def front(size: int) -> int:
     """Bytes in front of the memory of each of ``size`` ranks: 0 at first."""
-    return _flags(size) + 2 * AREA
+    return _before_words(size) + 2 * AREA
 
 
-def _flags(size: int) -> int:
+def _before_words(size: int) -> int:
     """Of these, before the words of ``flagged``."""
     return -(-8 * BLOCKS.value * (size * (1 + MEETINGS.value) + 1) // 4096) * 4096
 
@@ -120,7 +121,7 @@ def _flagged(how: str, s: Any, x: torch.Tensor, out: torch.Tensor, n: int, part:
     slot = AREA // (2 * s.size) // 16 * 16
     flagged[grid](
         s.memory, s.table, x, out, said(how, out.numel(), x.dtype), n, part, total, TWO=how == "two_shot", SLOT=slot,
-        TAKE=take(s.size, slot), FIRST=_flags(s.size), AREA=AREA, **facts,
+        TAKE=take(s.size, slot), FIRST=_before_words(s.size), AREA=AREA, **facts,
     )  # fmt: skip
 
 
@@ -167,48 +168,80 @@ def _launch(s: Any, n: int, dtype: torch.dtype) -> tuple[tuple[int], dict[str, A
 
 
 # -- meeting ----------------------------------------------------------------------------------------------
+SAY = tl.constexpr("""{
+.reg .pred mine;
+.reg .b32 thread;
+mov.b32 thread, %tid.x;
+setp.lt.u32 mine, thread, $3;
+@mine st.release.sys.global.b64 [$1], $2;
+mov.b32 $0, 0;
+}""")
+HEAR = tl.constexpr("""{
+.reg .pred again;
+.reg .b32 left;
+mov.b32 left, $2;
+next:
+sub.u32 left, left, 1;
+ld.acquire.sys.global.b64 $0, [$1];
+setp.eq.s64 again, $0, 0;
+setp.ne.and.b32 again, left, 0, again;
+@again bra next;
+}""")
+
+
+@triton.jit
+def _say(address, said, WORLD: tl.constexpr):
+    """One thread per rank, of the first warp."""
+    tl.inline_asm_elementwise(SAY, "=r,l,l,r", [address, said, WORLD], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _hear(address, POLLS: tl.constexpr):
+    """What is there as soon as it is not 0; all warps look."""
+    return tl.inline_asm_elementwise(HEAR, "=&l,l,r", [address, POLLS], tl.int64, is_pure=False, pack=1)
+
+
 @triton.jit
 def meet(
     table, said, number, TELL: tl.constexpr,
     RANK: tl.constexpr, WORLD: tl.constexpr, POLLS: tl.constexpr, FRONT: tl.constexpr,
 ):  # fmt: skip
     """This block and those of its number on other ranks. TELL: what each says is in ``heard`` then, as an address."""
-    own = tl.load(table + RANK)
+    come(table, said, number, RANK, WORLD)
+    heard_all(table, said, number, TELL, RANK, WORLD, POLLS, FRONT)
+
+
+@triton.jit
+def _flags(number, WORLD: tl.constexpr):
+    return 8 * WORLD * (BLOCKS * (1 + number) + tl.program_id(0))
+
+
+@triton.jit
+def come(table, said, number, RANK: tl.constexpr, WORLD: tl.constexpr):
+    """The half of a meeting that does not wait; what this block has stored comes with it."""
+    theirs = tl.load(table + tl.arange(0, 32) % WORLD)
     tl.debug_barrier()
-    _come(table, said, number, RANK, WORLD)
-    for step in tl.static_range(1, WORLD):
-        other = (RANK + WORLD - step) % WORLD
-        heard = _hear(own, said, number, other, WORLD, POLLS)
-        if TELL:
-            _tell(own, table, other, heard, tl.program_id(0), WORLD, FRONT)
-    if TELL:
-        _tell(own, table, RANK, said, tl.program_id(0), WORLD, FRONT)
-    tl.debug_barrier()
+    _say(theirs + _flags(number, WORLD) + 8 * RANK, said, WORLD)
 
 
 @triton.jit
-def _flag(memory, number, rank, WORLD: tl.constexpr):
-    """Of this block, in a rank's memory: what ``rank`` says in a meeting."""
-    return (memory + 8 * (WORLD * (BLOCKS * (1 + number) + tl.program_id(0)) + rank)).to(tl.pointer_type(tl.int64))
-
-
-@triton.jit
-def _come(table, said, number, RANK: tl.constexpr, WORLD: tl.constexpr):
-    for step in tl.static_range(1, WORLD):
-        flag = _flag(tl.load(table + (RANK + step) % WORLD), number, RANK, WORLD)
-        tl.atomic_xchg(flag, said, sem="release", scope="sys")
-
-
-@triton.jit
-def _hear(own, said, number, other, WORLD: tl.constexpr, POLLS: tl.constexpr):
-    flag, polls = _flag(own, number, other, WORLD), 0
-    heard = tl.atomic_xchg(flag, 0, sem="acquire", scope="sys")
-    while (heard == 0) & (polls < POLLS):
-        heard = tl.atomic_xchg(flag, 0, sem="acquire", scope="sys")
-        polls += 1
+def heard_all(
+    table, said, number, TELL: tl.constexpr,
+    RANK: tl.constexpr, WORLD: tl.constexpr, POLLS: tl.constexpr, FRONT: tl.constexpr,
+):  # fmt: skip
+    """The other half: a lane per rank, this one among them."""
+    rank, one_each = tl.arange(0, 32) % WORLD, tl.arange(0, 32) < WORLD
+    own, theirs = tl.load(table + RANK), tl.load(table + rank)
+    flags = own + _flags(number, WORLD) + 8 * rank
+    heard = _hear(flags, POLLS)
     tl.device_assert(heard != 0, "reflib: a rank did not come to an exchange over symmetric storage in time")
     tl.device_assert((heard >> 32) == (said >> 32), "reflib: ranks exchange different things in symmetric storage")
-    return heard
+    tl.debug_barrier()
+    tl.store(flags.to(tl.pointer_type(tl.int64)), 0, one_each)
+    if TELL:
+        place = own + 8 * (WORLD * tl.program_id(0) + rank)
+        tl.store(place.to(tl.pointer_type(tl.int64)), theirs + FRONT + (heard & 0xFFFFFFFF) * 16, one_each)
+    tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["said"])
@@ -217,12 +250,6 @@ def meet_alone(
     RANK: tl.constexpr, WORLD: tl.constexpr, POLLS: tl.constexpr, FRONT: tl.constexpr,
 ):  # fmt: skip
     meet(table, said, NUMBER, False, RANK, WORLD, POLLS, FRONT)
-
-
-@triton.jit
-def _tell(own, table, rank, said, block, WORLD: tl.constexpr, FRONT: tl.constexpr):
-    address = tl.load(table + rank) + FRONT + (said & 0xFFFFFFFF) * 16
-    tl.store((own + 8 * (WORLD * block + rank)).to(tl.pointer_type(tl.int64)), address)
 
 
 @triton.jit
@@ -314,8 +341,8 @@ def product_there(
 ):  # fmt: skip
     """The products of all ranks' rows, [m, k] each, with w, each where its rank adds up; of this rank's rows, last and
     in ``mine``. A block has several tiles, and waits for the others' permission to write behind its first."""
-    own, block = tl.load(table + RANK), tl.program_id(0)
-    _come(table, said, 0, RANK, WORLD)
+    block = tl.program_id(0)
+    come(table, said, 0, RANK, WORLD)
     rows = tl.cdiv(m, M)
     tiles = rows * tl.cdiv(n, N)
     for t in range(block, WORLD * tiles, tl.num_programs(0)):
@@ -333,8 +360,7 @@ def product_there(
             from_x += K
             from_w += K * w_row
         if t == block:
-            for other in tl.static_range(1, WORLD):
-                _hear(own, said, 0, (RANK + WORLD - other) % WORLD, WORLD, POLLS)
+            heard_all(table, said, 0, False, RANK, WORLD, POLLS, FRONT)
         there = tl.load(table + rank) + FRONT + LANDING + (step - 1) * stride
         there = _at(tl.where(step == WORLD, mine.to(tl.int64), there), mine)
         place = there + i.to(tl.int64)[:, None] * n + j[None, :]
