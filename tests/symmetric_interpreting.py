@@ -43,14 +43,14 @@ def storage_of(path: str, rank: int, size: int, limit: float) -> Any:
 
 
 @triton.jit
-def _send(address, word, flag):
+def send(address, word, flag):
     """What its PTX does."""
     both = (flag.to(tl.int64) << 32) | (word.to(tl.int64) & 0xFFFFFFFF)
     tl.store(address.to(tl.pointer_type(tl.int64)), both)
 
 
 @triton.jit
-def _take(address, flag, TAKE: tl.constexpr, POLLS: tl.constexpr, WORLD: tl.constexpr):
+def took(address, flag, TAKE: tl.constexpr, POLLS: tl.constexpr, WORLD: tl.constexpr):
     found, came = (), address == address
     for rank in tl.static_range(WORLD):
         at = (address + rank * TAKE).to(tl.pointer_type(tl.int64))
@@ -64,12 +64,12 @@ def _take(address, flag, TAKE: tl.constexpr, POLLS: tl.constexpr, WORLD: tl.cons
 
 
 @triton.jit
-def _say(address, said, WORLD: tl.constexpr):
+def say(address, said, WORLD: tl.constexpr):
     tl.store(address.to(tl.pointer_type(tl.int64)), said, tl.arange(0, 32) < WORLD)
 
 
 @triton.jit
-def _hear(address, POLLS: tl.constexpr):
+def hear(address, POLLS: tl.constexpr):
     at, polls = address.to(tl.pointer_type(tl.int64)), 0
     heard = tl.load(at)
     while (tl.min((heard != 0).to(tl.int32)) == 0) & (polls < POLLS):
@@ -78,8 +78,8 @@ def _hear(address, POLLS: tl.constexpr):
     return heard
 
 
-kernels._send, kernels._take, kernels.take = _send, _take, lambda size, slot: slot
-kernels._say, kernels._hear = _say, _hear
+kernels.send, kernels.took, kernels.take = send, took, lambda size, slot: slot
+kernels.say, kernels.hear = say, hear
 DEVICE: Any = SimpleNamespace(type="cuda")
 STREAM = SimpleNamespace(wait_stream=id, wait_event=id, record_event=lambda: None)
 torch.cuda.current_stream = lambda *_: STREAM  # type: ignore[assignment]

@@ -11,8 +11,8 @@ what ``symmetric.Storage`` counts). They are, each 8 bytes::
 **Meeting.** Block i of a rank only reads what the blocks i of all ranks have written, because all cut their values
 alike; so it meets only those. It writes into their flags what it says (release: with all that the block stored
 before; one thread per rank, so that none waits for another's), and reads from its own what they say (acquire), each
-thread for itself; then it leaves 0 there for the next time. A block that waits needs only
-blocks of the same number, and GPUs start blocks in order: none waits for one that cannot start.
+thread for itself; then it leaves 0 there for the next time. A block that waits needs only blocks of the same number,
+and GPUs start blocks in order: none waits for one that cannot start.
 
 **A flag is free when it is written**, so no rank waits for an answer, and a CUDA graph may replay the kernel as often
 as it likes: a rank that has not taken the flag yet cannot have come to the meeting after, which the writer has left.
@@ -24,11 +24,11 @@ two places, used in turn: who begins the call after the next has left the next, 
 ======================  ============================================================  ========
 kernel                  what a block does                                             meetings
 ======================  ============================================================  ========
-flagged                 writes words with flags to all, adds up what comes            none
+flagged                 writes words with flags to all, adds up what comes            0
 push                    writes to all others what is theirs, adds up what has come    1
 two_shot                adds up this rank's share, which it reads from all; then      2
                         reads the others' sums
-product_there           multiplies, and writes to all others what is theirs            1
+product_there           multiplies, and writes to all others what is theirs           1
 landed                  adds up what has been copied here (``products``)              1
 ======================  ============================================================  ========
 
@@ -57,6 +57,7 @@ import triton
 import triton.language as tl
 
 from .symmetric import ALIGN, share_of
+from .words import hear, put, say, send, sum_of_words, take, took, word_of
 
 UNIT = 16  # bytes: values begin at multiples of this
 BLOCKS = tl.constexpr(128)  # for which there are flags
@@ -168,39 +169,6 @@ def _launch(s: Any, n: int, dtype: torch.dtype) -> tuple[tuple[int], dict[str, A
 
 
 # -- meeting ----------------------------------------------------------------------------------------------
-SAY = tl.constexpr("""{
-.reg .pred mine;
-.reg .b32 thread;
-mov.b32 thread, %tid.x;
-setp.lt.u32 mine, thread, $3;
-@mine st.release.sys.global.b64 [$1], $2;
-mov.b32 $0, 0;
-}""")
-HEAR = tl.constexpr("""{
-.reg .pred again;
-.reg .b32 left;
-mov.b32 left, $2;
-next:
-sub.u32 left, left, 1;
-ld.acquire.sys.global.b64 $0, [$1];
-setp.eq.s64 again, $0, 0;
-setp.ne.and.b32 again, left, 0, again;
-@again bra next;
-}""")
-
-
-@triton.jit
-def _say(address, said, WORLD: tl.constexpr):
-    """One thread per rank, of the first warp."""
-    tl.inline_asm_elementwise(SAY, "=r,l,l,r", [address, said, WORLD], tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _hear(address, POLLS: tl.constexpr):
-    """What is there as soon as it is not 0; all warps look."""
-    return tl.inline_asm_elementwise(HEAR, "=&l,l,r", [address, POLLS], tl.int64, is_pure=False, pack=1)
-
-
 @triton.jit
 def meet(
     table, said, number, TELL: tl.constexpr,
@@ -221,7 +189,7 @@ def come(table, said, number, RANK: tl.constexpr, WORLD: tl.constexpr):
     """The half of a meeting that does not wait; what this block has stored comes with it."""
     theirs = tl.load(table + tl.arange(0, 32) % WORLD)
     tl.debug_barrier()
-    _say(theirs + _flags(number, WORLD) + 8 * RANK, said, WORLD)
+    say(theirs + _flags(number, WORLD) + 8 * RANK, said, WORLD)
 
 
 @triton.jit
@@ -233,7 +201,7 @@ def heard_all(
     rank, one_each = tl.arange(0, 32) % WORLD, tl.arange(0, 32) < WORLD
     own, theirs = tl.load(table + RANK), tl.load(table + rank)
     flags = own + _flags(number, WORLD) + 8 * rank
-    heard = _hear(flags, POLLS)
+    heard = hear(flags, POLLS)
     tl.device_assert(heard != 0, "reflib: a rank did not come to an exchange over symmetric storage in time")
     tl.device_assert((heard >> 32) == (said >> 32), "reflib: ranks exchange different things in symmetric storage")
     tl.debug_barrier()
@@ -410,89 +378,6 @@ def two_shot(
     _took_turn(own, calls, WORLD)
 
 
-# -- words with flags ---------------------------------------------------------------------------------------
-SEND = tl.constexpr("""{
-.reg .b64 word;
-mov.b64 word, {$2, $3};
-st.relaxed.sys.global.b64 [$1], word;
-mov.b32 $0, 0;
-}""")
-
-
-def take(size: int, slot: int) -> str:
-    """PTX: the words of ``size`` ranks, ``slot`` bytes apart, read until all have the flag; then how often it may still
-    be tried. (No thread waits for another one; and the reads are under way together.)"""
-    flag, polls, ranks = f"${size + 2}", f"${size + 3}", range(size)
-    lines = [".reg .pred again, other;", f".reg .b64 word<{size}>;", f".reg .b32 flag<{size}>;"]
-    lines += [f"mov.b32 ${size}, {polls};", "next:", f"sub.u32 ${size}, ${size}, 1;"]
-    lines += [f"ld.relaxed.sys.global.b64 word{r}, [${size + 1} + {r * slot}];" for r in ranks]
-    lines += [f"mov.b64 {{${r}, flag{r}}}, word{r};" for r in ranks]
-    lines += [f"setp.ne.b32 again, flag0, {flag};"]
-    lines += [f"setp.ne.or.b32 again, flag{r}, {flag}, again;" for r in ranks[1:]]
-    lines += [f"setp.ne.and.b32 again, ${size}, 0, again;", "@again bra next;"]
-    return "\n".join(["{", *lines, "}"])
-
-
-@triton.jit
-def _send(address, word, flag):
-    tl.inline_asm_elementwise(SEND, "=r,l,r,r", [address, word, flag], tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _take(address, flag, TAKE: tl.constexpr, POLLS: tl.constexpr, WORLD: tl.constexpr):
-    """Of each rank, the word that it has sent; and 0 if not all came in time."""
-    return tl.inline_asm_elementwise(
-        TAKE, "=&r," * (WORLD + 1) + "l,r,r", [address, flag, POLLS], (tl.int32,) * (WORLD + 1), is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _word(x, i, first, n, total):
-    """Four bytes of the n values from ``first`` on; what is not among them, or the ``total``, is 0."""
-    if x.dtype.element_ty.primitive_bitwidth == 32:
-        word = tl.load(x + first + i, (i < n) & (first + i < total), 0).to(tl.int32, bitcast=True)
-    else:
-        word = tl.zeros_like(i)
-        for half in tl.static_range(2):
-            at = 2 * i + half
-            value = tl.load(x + first + at, (at < n) & (first + at < total), 0).to(tl.uint16, bitcast=True)
-            word |= value.to(tl.int32) << 16 * half
-    return word
-
-
-@triton.jit
-def _half(word, half: tl.constexpr, like):
-    if like.dtype.element_ty.primitive_bitwidth == 32:
-        value = word.to(like.dtype.element_ty, bitcast=True)
-    else:
-        value = (word >> 16 * half).to(tl.uint16).to(like.dtype.element_ty, bitcast=True)
-    return value
-
-
-@triton.jit
-def _sum_of_words(words, like, WIDE: tl.constexpr, WORLD: tl.constexpr):
-    halves: tl.constexpr = 32 // like.dtype.element_ty.primitive_bitwidth
-    found = tl.zeros_like(words[0])
-    for half in tl.static_range(halves):
-        total = _half(words[0], half, like).to(WIDE)
-        for rank in tl.static_range(1, WORLD):
-            total += _half(words[rank], half, like).to(WIDE)
-        value = total.to(like.dtype.element_ty)
-        if halves == 1:
-            found = value.to(tl.int32, bitcast=True)
-        else:
-            found |= value.to(tl.uint16, bitcast=True).to(tl.int32) << 16 * half
-    return found
-
-
-@triton.jit
-def _put(out, word, i, first, n, total):
-    halves: tl.constexpr = 32 // out.dtype.element_ty.primitive_bitwidth
-    for half in tl.static_range(halves):
-        at = halves * i + half
-        tl.store(out + first + at, _half(word, half, out), (at < n) & (first + at < total))
-
-
 @triton.jit
 def _all(table, WORLD: tl.constexpr):
     """Where each rank's memory begins."""
@@ -519,32 +404,32 @@ def flagged(
     for start in range(block * BLOCK, n_words, step):
         words = ()
         for rank in tl.static_range(WORLD):
-            words += (_word(x, start + lane, part * rank, n, total),)
+            words += (word_of(x, start + lane, part * rank, n, total),)
         for other in tl.static_range(WORLD):
             place = mine + HEAD + 8 * (start + lane)
-            _send(theirs[(RANK + other) % WORLD] + place, words[(RANK + other) % WORLD], flag)
+            send(theirs[(RANK + other) % WORLD] + place, words[(RANK + other) % WORLD], flag)
     if block == 0:  # all ranks do the same; of each slot, the first word says what
         for other in tl.static_range(WORLD):
-            _send(theirs[other] + mine + 0 * tl.arange(0, 32), kind, flag)
-        kinds = _take(own + turn + 0 * tl.arange(0, 32), flag, TAKE, POLLS, WORLD)
+            send(theirs[other] + mine + 0 * tl.arange(0, 32), kind, flag)
+        kinds = took(own + turn + 0 * tl.arange(0, 32), flag, TAKE, POLLS, WORLD)
         same = kinds[0] == kind
         for rank in tl.static_range(1, WORLD):
             same &= kinds[rank] == kind
         tl.device_assert(same | (kinds[WORLD] == 0), "reflib: ranks exchange different things in symmetric storage")
     for start in range(block * BLOCK, n_words, step):
-        words = _take(own + turn + HEAD + 8 * (start + lane), flag, TAKE, POLLS, WORLD)
-        word = _sum_of_words(words, out, WIDE, WORLD)
+        words = took(own + turn + HEAD + 8 * (start + lane), flag, TAKE, POLLS, WORLD)
+        word = sum_of_words(words, out, WIDE, WORLD)
         late |= words[WORLD] == 0
         if TWO:
             for other in tl.static_range(1, WORLD + 1):
-                _send(theirs[(RANK + other) % WORLD] + mine + second + 8 * (start + lane), word, flag)
+                send(theirs[(RANK + other) % WORLD] + mine + second + 8 * (start + lane), word, flag)
         else:
-            _put(out, word, start + lane, 0, n, n)
+            put(out, word, start + lane, 0, n, n)
     if TWO:
         for start in range(block * BLOCK, n_words, step):
-            words = _take(own + turn + second + 8 * (start + lane), flag, TAKE, POLLS, WORLD)
+            words = took(own + turn + second + 8 * (start + lane), flag, TAKE, POLLS, WORLD)
             late |= words[WORLD] == 0
             for rank in tl.static_range(WORLD):
-                _put(out, words[rank], start + lane, n * rank, n, total)
+                put(out, words[rank], start + lane, n * rank, n, total)
     tl.device_assert(~late, "reflib: a rank did not come to an exchange over symmetric storage in time")
     _took_turn(own, calls, WORLD)
