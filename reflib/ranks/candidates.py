@@ -10,7 +10,8 @@ all_gather_matmul         gather, then multiply    in ``chunks``: one is multipl
                                                    over storage: a rank's rows while the next rank's are copied
 matmul_reduce_scatter     multiply, then scatter   in ``chunks``: one is scattered while the next is multiplied;
                                                    over storage: the product, then its sum; or a rank's rows while
-                                                   another's are copied there (``products``)
+                                                   another's are copied there; or the product itself writes there
+                                                   (``products``)
 ========================  =======================  ============================================================
 
 The chunks are plain functional collectives: that one's communication runs while another is multiplied follows from the

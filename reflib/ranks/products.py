@@ -14,6 +14,9 @@ there was before. What has landed is known after another; of a gather there is o
 
 Two products in turn may run at once, so that the second fills the device while the first ends; the first is preferred.
 
+Of a few thousand rows a rank's part is too small to fill a device, and each copy begins late. There (``product_there``)
+one kernel multiplies for all ranks and writes each tile where it is added up: nothing but the sum is left behind it.
+
 NB: PyTorch's ``fused_matmul_reduce_scatter`` and ``fused_all_gather_matmul`` (PR 127454) let ranks copy from where the
 others have computed, or have copied to; each step then needs two barriers of all ranks.
 """

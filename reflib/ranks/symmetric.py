@@ -26,7 +26,8 @@ tensor. Where a rank can read another's memory, a kernel reads the others' value
 
 On a CPU it is a file in memory that the ranks of one host map (``_Mapped``); it has no name as soon as all have it. On
 a GPU it is PyTorch's symmetric memory (``_Device``), without multicast; an exchange is one kernel there (``kernels``),
-which compares what ranks say and ends with an assertion where they differ, or do not come in time.
+which compares what ranks say and ends with an assertion where they differ, or do not come in time. What small sums
+write to each other lies in front of it.
 
 NB: TorchInductor lowers single collectives to ``symm_mem`` ops, and lets their arguments be allocated there.
 """
