@@ -10,8 +10,7 @@ all_gather_matmul         gather, then multiply    in ``chunks``: one is multipl
                                                    over storage: a rank's rows while the next rank's are copied
 matmul_reduce_scatter     multiply, then scatter   in ``chunks``: one is scattered while the next is multiplied;
                                                    over storage: the product, then its sum; or a rank's rows while
-                                                   another's are copied there; or the product itself writes there
-                                                   (``products``)
+                                                   another's are copied there (``products``)
 ========================  =======================  ============================================================
 
 The chunks are plain functional collectives: that one's communication runs while another is multiplied follows from the
@@ -158,8 +157,8 @@ def scatter_in_storage(x: Any, w: Any, group_name: str) -> Any:
     return SCATTER(x @ w, group_name)
 
 
-def scatter_through_storage(x: Any, w: Any, group_name: str, there: bool = False) -> Any:
-    return PRODUCT_SCATTER(x, w, group_name, there)
+def scatter_through_storage(x: Any, w: Any, group_name: str) -> Any:
+    return PRODUCT_SCATTER(x, w, group_name)
 
 
 def _scatter_backward(ctx: Any, grad: Any) -> Any:
@@ -175,8 +174,7 @@ matmul_reduce_scatter = _op(
     multiply_then_scatter,
     lambda x, w, group_name: x.new_empty(x.shape[0] // size_of(group_name), *x.shape[1:-1], w.shape[1]),
     _scatter_backward,
-    [*(CustomOpConfig(scatter_in_chunks, chunks=n) for n in CHUNKS), scatter_in_storage,
-     *(CustomOpConfig(scatter_through_storage, there=there) for there in (False, True))],
+    [*(CustomOpConfig(scatter_in_chunks, chunks=n) for n in CHUNKS), scatter_in_storage, scatter_through_storage],
 )
 
 for op, backward in ((GATHER_PRODUCT, _gather_backward), (PRODUCT_SCATTER, _scatter_backward)):

@@ -14,9 +14,6 @@ there was before. What has landed is known after another; of a gather there is o
 
 Two products in turn may run at once, so that the second fills the device while the first ends; the first is preferred.
 
-Of a few thousand rows a rank's part is too small to fill a device, and each copy begins late. There (``product_there``)
-one kernel multiplies for all ranks and writes each tile where it is added up: nothing but the sum is left behind it.
-
 NB: PyTorch's ``fused_matmul_reduce_scatter`` and ``fused_all_gather_matmul`` (PR 127454) let ranks copy from where the
 others have computed, or have copied to; each step then needs two barriers of all ranks.
 """
@@ -37,7 +34,7 @@ from .symmetric import ALIGN, DTYPES, KINDS, storage
 
 _library = torch.library.Library("reflib", "FRAGMENT")
 _library.define("symmetric_gather_product(Tensor x, Tensor w, str group_name) -> Tensor")
-_library.define("symmetric_product_scatter(Tensor x, Tensor w, str group_name, bool there=False) -> Tensor")
+_library.define("symmetric_product_scatter(Tensor x, Tensor w, str group_name) -> Tensor")
 GATHER, SCATTER = KINDS[-2:]
 
 
@@ -55,9 +52,8 @@ def _gather_product(x: torch.Tensor, w: torch.Tensor, group_name: str) -> torch.
 
 
 @torch.library.impl(_library, "symmetric_product_scatter", "CompositeExplicitAutograd")
-def _product_scatter(x: torch.Tensor, w: torch.Tensor, group_name: str, there: bool = False) -> torch.Tensor:
-    """The sum over ranks of x, [m, ..., k], times w, [k, n]: this rank's share of the rows. ``there``: the product
-    itself writes where it is added up (of halves on GPUs)."""
+def _product_scatter(x: torch.Tensor, w: torch.Tensor, group_name: str) -> torch.Tensor:
+    """The sum over ranks of x, [m, ..., k], times w, [k, n]: this rank's share of the rows."""
     s = _storage(x, w, group_name)
     if x.shape[0] % s.size:
         raise RanksError(f"{x.shape[0]} rows cannot be scattered over {s.size} ranks")
@@ -66,9 +62,8 @@ def _product_scatter(x: torch.Tensor, w: torch.Tensor, group_name: str, there: b
     rows = x.reshape(s.size, math.prod(x.shape[:-1]) // s.size, x.shape[-1])
     out = x.new_empty(rows.shape[1], w.shape[1])
     most = _rows_at_once(s, rows.shape[1], w.shape[1] * x.element_size())
-    there &= s.device.type == "cuda" and x.element_size() == 2
     for start in range(0, rows.shape[1], most):
-        (product_there if there else product_scatter)(s, rows[:, start : start + most], w, out[start : start + most])
+        product_scatter(s, rows[:, start : start + most], w, out[start : start + most])
     return out.view(x.shape[0] // s.size, *x.shape[1:-1], w.shape[1])
 
 
@@ -80,7 +75,7 @@ def _storage(x: torch.Tensor, w: torch.Tensor, group_name: str) -> Any:
 
 def _rows_at_once(s: Any, rows: int, row: int) -> int:
     """So many of ``rows``, each of ``row`` bytes, that those of all other ranks fit into a landing; evenly."""
-    most = (s.turns - s.copied) // max(1, s.size - 1) // ALIGN * ALIGN // max(1, row)
+    most = (s.bytes - s.copied) // max(1, s.size - 1) // ALIGN * ALIGN // max(1, row)
     if most < 1:
         raise RanksError(f"a row of {row} bytes is larger than symmetric storage has room for")
     goes = -(-max(1, rows) // most)
@@ -100,7 +95,7 @@ def _gather_product_fake(x: Any, w: Any, group_name: str) -> Any:
 
 
 @torch.library.register_fake("reflib::symmetric_product_scatter", lib=_library)
-def _product_scatter_fake(x: Any, w: Any, group_name: str, there: bool = False) -> Any:
+def _product_scatter_fake(x: Any, w: Any, group_name: str) -> Any:
     from .candidates import size_of
 
     return x.new_empty(x.shape[0] // size_of(group_name), *x.shape[1:-1], w.shape[1])
@@ -140,19 +135,6 @@ def product_scatter(s: Any, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor)
         torch.mm(x[s.rank], w, out=made[-1])
         lanes.join()
         lanes.add(made[-1], out)
-
-
-def product_there(s: Any, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
-    """As ``product_scatter``, in two kernels."""
-    from . import kernels
-
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    with torch.cuda.device(s.device):
-        s.in_order()
-        mine, stride = torch.empty_like(out), -(-out.nbytes // ALIGN) * ALIGN
-        what = kernels.said("product there", out.nbytes, out.dtype)
-        kernels.products_there(s, x, w, mine, stride, what)
-        kernels.landed_sum(s, mine, out, stride, what)
 
 
 class _Lanes:

@@ -14,7 +14,7 @@ def test_they_compute_sums_and_notice_what_is_different(size: int) -> None:
     assert interpreted("symmetric_interpreting.py", "0", str(size)).strip() == ""
 
 
-MEETINGS = {"push": 1, "two_shot": 2, "landed": 1, "meet_alone": 1}
+MEETINGS = {"pull": 2, "two_shot": 2, "landed": 1, "meet_alone": 1}
 VALUES = {"fp32": (4, "fp32"), "bf16": (2, "fp32"), "i64": (8, "int64")}  # bytes, and in what they are added
 
 
@@ -27,13 +27,13 @@ def ptx_of(name: str, arch: int, of: str, size: int = 2, **more: Any) -> str:
 
     kernel, (nbytes, wide) = getattr(kernels, name), VALUES[of]
     names, slot = kernel.arg_names, kernels.AREA // (2 * size)
-    types = {"memory": "*u8", "table": "*i64", "said": "i64"} | dict.fromkeys(("x", "w", "out", "mine"), f"*{of}")
-    types |= dict.fromkeys(("n", "m", "k", "share", "part", "total", "stride", "x_part", "x_row", "w_row"), "i32")
+    types = {"memory": "*u8", "table": "*i64", "said": "i64"} | dict.fromkeys(("x", "out"), f"*{of}")
+    types |= dict.fromkeys(("n", "share", "part", "total", "stride", "apart"), "i32")
     constants: dict[str, Any] = {
         "COPY": True, "RANK": 1, "WORLD": size, "FRONT": kernels.front(size), "BLOCK": kernels.BYTES // nbytes,
         "POLLS": 1 << 30, "WIDE": getattr(kernels.tl, wide.replace("fp", "float")), "SUMS": 88 << 20, "HALF": 12 << 20,
-        "TURNS": 112 << 20, "SLOT": 8 << 20, "LANDING": 64 << 20, "NUMBER": 2, "w_column": 1,
-    } | {n: v for n, v in kernels.TILE.items() if not n.startswith("num_")} | more  # fmt: skip
+        "LANDING": 64 << 20, "NUMBER": 2,
+    } | more  # fmt: skip
     if name == "flagged":
         constants |= {"SLOT": slot, "TAKE": kernels.take(size, slot), "FIRST": 4096, "AREA": kernels.AREA}
         constants |= {"BLOCK": kernels.WORDS}
@@ -43,7 +43,7 @@ def ptx_of(name: str, arch: int, of: str, size: int = 2, **more: Any) -> str:
         {(i,): constants[n] for i, n in enumerate(names) if n in constants},
         {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in types and n != "said"},
     )
-    options = {"num_warps": 8 if name == "product_there" else 16, "debug": True, "sanitize_overflow": False}
+    options = {"num_warps": 16, "debug": True, "sanitize_overflow": False}
     asm = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm
     assert asm["cubin"] and "multimem" not in asm["ptx"]
     return asm["ptx"]
@@ -70,9 +70,3 @@ def test_words_with_flags_need_no_meeting(size: int, two: bool) -> None:
         for loop in ptx.split("next:")[1:]:
             first = loop.partition("setp")[0]
             assert first.count("ld.relaxed.sys.global.b64") == size
-
-
-def test_a_product_writes_whole_vectors_to_the_others() -> None:
-    ptx = ptx_of("product_there", 90, "bf16", 4)
-    assert "wgmma.mma_async" in ptx and "st.global.v4.b32" in ptx and ".local" not in ptx
-    assert ptx.count("st.release.sys") == ptx.count("ld.acquire.sys") == 1
