@@ -189,7 +189,7 @@ def _values(own, like, WORLD: tl.constexpr):
     """Where the values of each rank begin."""
     heard, found = (own + 8 * WORLD * tl.program_id(0)).to(tl.pointer_type(tl.int64)), ()
     for rank in tl.static_range(WORLD):
-        found += (_at(tl.load(heard + rank), like),)
+        found += (_at(tl.load(heard + rank), like),)  # type: ignore[assignment]
     return found
 
 
@@ -245,9 +245,10 @@ def landed(
     meet(table, said, 2, False, RANK, WORLD, POLLS, FRONT)
     for rank in tl.static_range(WORLD):  # the first place there is of the rank before
         if rank == RANK:
-            values += (x,)
+            values += (x,)  # type: ignore[assignment]
         else:
-            values += (_at(own + FRONT + LANDING + ((RANK + WORLD - rank) % WORLD - 1) * stride, x),)
+            before = (RANK + WORLD - rank) % WORLD - 1
+            values += (_at(own + FRONT + LANDING + before * stride, x),)  # type: ignore[assignment]
     for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         i = start + tl.arange(0, BLOCK)
         tl.store(out + i, _total(values, i, i < n, WIDE, WORLD), i < n)
@@ -293,7 +294,7 @@ def _all(table, WORLD: tl.constexpr):
     """Where each rank's memory begins."""
     found = ()
     for rank in tl.static_range(WORLD):
-        found += (tl.load(table + rank),)
+        found += (tl.load(table + rank),)  # type: ignore[assignment]
     return found
 
 
@@ -314,7 +315,7 @@ def flagged(
     for start in range(block * BLOCK, n_words, step):
         words = ()
         for rank in tl.static_range(WORLD):
-            words += (word_of(x, start + lane, part * rank, n, total),)
+            words += (word_of(x, start + lane, part * rank, n, total),)  # type: ignore[assignment]
         for other in tl.static_range(WORLD):
             place = mine + HEAD + 8 * (start + lane)
             send(theirs[(RANK + other) % WORLD] + place, words[(RANK + other) % WORLD], flag)
