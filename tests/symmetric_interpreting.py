@@ -16,13 +16,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 from reflib.lab.triton_child import complete_the_interpreter
 from reflib.ranks import kernels, products, reduce
 from reflib.ranks.symmetric import ALIGN, DTYPES, HOW, _Device
 
 BYTES, GUARD, CALLS = 1 << 16, 64, 20
-kernels.MOST, kernels.BYTES = 2, 512  # several steps of few values
+kernels.MOST, kernels.BYTES, kernels.PULLED = 2, 512, 1024  # several steps of few values
+kernels.WORDS, kernels.AREA = 32, 1 << 14
 
 
 def storage_of(path: str, rank: int, size: int, limit: float) -> Any:
@@ -32,12 +35,50 @@ def storage_of(path: str, rank: int, size: int, limit: float) -> Any:
     whole = torch.from_file(path, shared=True, size=each * size, dtype=torch.uint8).view(size, each)
     s = object.__new__(_Device)
     s.rank, s.size, s.front, s.limit, s.bytes, s.device = rank, size, first, limit, BYTES, DEVICE
-    s.peers, s.table = [w[first:] for w in whole], torch.tensor([w.data_ptr() for w in whole])
-    s.planned, s.copied, s.sums, s.turns = (BYTES // 16 * i for i in (0, 8, 11, 14))
+    s.memory, s.peers, s.table = whole[rank], [w[first:] for w in whole], torch.tensor([w.data_ptr() for w in whole])
+    s.planned, s.copied, s.sums = (BYTES // 4 * i for i in (0, 2, 3))
     s.side = s.ahead = s.stream = STREAM
     return s
 
 
+@triton.jit
+def send(address, word, flag):
+    """What its PTX does."""
+    both = (flag.to(tl.int64) << 32) | (word.to(tl.int64) & 0xFFFFFFFF)
+    tl.store(address.to(tl.pointer_type(tl.int64)), both)
+
+
+@triton.jit
+def took(address, flag, TAKE: tl.constexpr, POLLS: tl.constexpr, WORLD: tl.constexpr):
+    found, came = (), address == address
+    for rank in tl.static_range(WORLD):
+        at = (address + rank * TAKE).to(tl.pointer_type(tl.int64))
+        polls, word = 0, tl.load(at)
+        while (tl.min(((word >> 32) == flag).to(tl.int32)) == 0) & (polls < POLLS):
+            word = tl.load(at)
+            polls += 1
+        came = came & ((word >> 32) == flag)
+        found += (word.to(tl.int32),)
+    return (*found, came.to(tl.int32))
+
+
+@triton.jit
+def say(address, said, WORLD: tl.constexpr):
+    tl.store(address.to(tl.pointer_type(tl.int64)), said, tl.arange(0, 32) < WORLD)
+
+
+@triton.jit
+def hear(address, POLLS: tl.constexpr):
+    at, polls = address.to(tl.pointer_type(tl.int64)), 0
+    heard = tl.load(at)
+    while (tl.min((heard != 0).to(tl.int32)) == 0) & (polls < POLLS):
+        heard = tl.load(at)
+        polls += 1
+    return heard
+
+
+kernels.send, kernels.took, kernels.take = send, took, lambda size, slot: slot
+kernels.say, kernels.hear = say, hear
 DEVICE: Any = SimpleNamespace(type="cuda")
 STREAM = SimpleNamespace(wait_stream=id, wait_event=id, record_event=lambda: None)
 torch.cuda.current_stream = lambda *_: STREAM  # type: ignore[assignment]
@@ -67,11 +108,14 @@ def product_problems(s: Any, rng: random.Random) -> list[str]:
 
 def scatter_problems(s: Any, rng: random.Random) -> list[str]:
     """Shares of rows in pieces."""
-    dtype, n, most = rng.choice(DTYPES), rng.randrange(1, 700), kernels.slot(s) // 8
+    dtype, n, most = rng.choice(DTYPES), rng.randrange(1, 700), rng.randrange(100, 256)
     xs = (torch.randn(s.size, s.size, n, dtype=torch.float64) * 10).to(dtype)
     out = torch.full([n], 77, dtype=dtype)
+    mine, places = xs[s.rank], [rng.choice((None, ALIGN * rng.randrange(8))) for _ in range(s.size)]
+    if (at := places[s.rank]) is not None:
+        mine = s.part(s.rank, at, mine.shape, dtype).copy_(mine)
     for i in range(0, n, most):
-        reduce.scatter(s, xs[s.rank][:, i : i + most], out[i : i + most])
+        reduce.scatter(s, mine[:, i : i + most], out[i : i + most])
     mine = xs[:, s.rank]
     exact, eager = mine.double().sum(0), sum(mine[1:], mine[0]).double()
     right = (out.double() - exact).abs().max() <= 2 * (eager - exact).abs().max() + 1e-5
@@ -92,7 +136,7 @@ def problems(s: Any, rng: random.Random) -> list[str]:
     out = torch.full([n + 2 * GUARD], 77, dtype=dtype)
     if rng.randrange(s.size) == s.rank and n < 100:
         time.sleep(0.05)
-    most = s.most(how, x)
+    most = s.most(x)
     for i in range(0, n, most):
         kernels.all_reduce(how, s, x[i : i + most], out[GUARD:-GUARD][i : i + most])
     exact = torch.stack([p.double() for p in parts]).sum(0)

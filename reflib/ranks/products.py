@@ -75,7 +75,7 @@ def _storage(x: torch.Tensor, w: torch.Tensor, group_name: str) -> Any:
 
 def _rows_at_once(s: Any, rows: int, row: int) -> int:
     """So many of ``rows``, each of ``row`` bytes, that those of all other ranks fit into a landing; evenly."""
-    most = (s.turns - s.copied) // max(1, s.size - 1) // ALIGN * ALIGN // max(1, row)
+    most = (s.bytes - s.copied) // max(1, s.size - 1) // ALIGN * ALIGN // max(1, row)
     if most < 1:
         raise RanksError(f"a row of {row} bytes is larger than symmetric storage has room for")
     goes = -(-max(1, rows) // most)

@@ -5,8 +5,8 @@
   bytes of the result read, however many ranks there are.
 
 and reduce-scatter, the first step of two-shot. On a CPU the reads are PyTorch's. On a GPU they are kernels
-(``kernels``), and one-shot and reduce-scatter write into the others' memory instead: nothing need lie in storage for
-that, and no rank asks for what it waits for. All ranks have the same bits: values are added in the order of ranks,
+(``kernels``); up to SENT bytes are sent to the others instead: nothing need lie in storage for that, and no rank asks
+for what it waits for. All ranks have the same bits: values are added in the order of ranks,
 halves in float32 and rounded once.
 
 ``reflib::all_reduce`` is the op to call (``candidates``): the process group's own, and the two as candidates.
@@ -14,6 +14,7 @@ halves in float32 and rounded once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from ..lower.context import LoweringContext
 from ..lower.extern import extern
 from ..lower.rules import RULES
 from .meeting import RanksError
-from .symmetric import DTYPES, HOW, Storage, share_of, storage
+from .symmetric import DTYPES, HOW, SENT, Storage, share_of, storage
 
 _library = torch.library.Library("reflib", "FRAGMENT")
 _library.define("symmetric_all_reduce(Tensor x, str how, str group_name) -> Tensor")
@@ -43,7 +44,7 @@ def _all_reduce(x: torch.Tensor, how: str, group_name: str) -> torch.Tensor:
         return out.copy_(values)
     add: Any = partial(_on_device, how) if s.device.type == "cuda" else one_shot if how == "one_shot" else two_shot
     flat, result = values.view(-1), out.view(-1)
-    most = s.most(how, flat)
+    most = s.most(flat)
     for start in range(0, flat.numel(), most):
         add(s, flat[start : start + most], result[start : start + most])
     return out
@@ -78,8 +79,7 @@ def _reduce_scatter(x: torch.Tensor, group_name: str) -> torch.Tensor:
     if s.size == 1 or x.numel() == 0:
         return out.copy_(values)
     parts, result = values.view(s.size, -1), out.view(-1)
-    most = s.most("reduce-scatter", parts.view(-1))
-    most = most if s.device.type == "cuda" else max(1, most // s.size)
+    most = s.most(parts, s.size)
     for start in range(0, result.numel(), most):
         scatter(s, parts[:, start : start + most], result[start : start + most])
     return out
@@ -131,9 +131,12 @@ RULES.update({str(op): communicates for op in (REDUCE, SCATTER)})
 
 
 def read_in_place(call: Any, device: torch.device) -> bool:
-    """Do all ranks read the argument of this call where it lies? (On a GPU, most write to the others instead.)"""
-    shot = call.args[1] if call.target is REDUCE else ""
-    return call.target in (REDUCE, SCATTER) and (device.type == "cpu" or shot == "two_shot")
+    """Do all ranks read the argument of this call where it lies? (On a GPU, small ones are sent instead.)"""
+    if call.target not in (REDUCE, SCATTER):
+        return False
+    x = call.args[0]
+    nbytes = math.prod(e.hint() for e in x.shape) * x.dtype.itemsize
+    return device.type == "cpu" or nbytes > SENT["reduce-scatter" if call.target is SCATTER else call.args[1]]
 
 
 # -- on flat tensors ----------------------------------------------------------------------------------------
@@ -167,7 +170,7 @@ def scatter(s: Any, parts: torch.Tensor, out: torch.Tensor) -> None:
             from . import kernels
 
             s.in_order()
-            kernels.pushed("reduce-scatter", s, parts, out, parts.stride(0))
+            kernels.shares("reduce-scatter", s, parts, out)
         return
     x = parts.contiguous()
     with s.exchange(x, "reduce-scatter") as offsets:

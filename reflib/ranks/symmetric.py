@@ -4,17 +4,16 @@ A collective of the process group copies: its library takes a tensor, moves it t
 tensor. Where a rank can read another's memory, a kernel reads the others' values where they are, and the copies go.
 
 * **One allocation** per process group and device, of ``BYTES``, the same on all ranks; never more, never moved. Where
-  it is, ranks tell each other once (``storage``); it ends with its group or its process. It has four parts, in
-  sixteenths of it::
+  it is, ranks tell each other once (``storage``); it ends with its group or its process. It has three parts, in
+  quarters of it::
 
-      0          8             11        14        16
-      | planned  | copied in   | sums    | turns   |
+      0          2             3         4
+      | planned  | copied in   | sums    |
                  | landing               |
 
   *planned*: buffers of compiled programs, at offsets that ``place`` assigned. What lies there is read in place; other
   tensors are copied in, in pieces if need be. *sums*: what a rank has added up for the others (two-shot). *landing*:
-  the same bytes, where others write what a product needs, or has made for this rank (``products``). *turns*: where
-  others write what is added up at once (``kernels.push``), in two halves that take turns.
+  the same bytes, where others write what a product needs, or has made for this rank (``products``).
 * **An exchange** (``exchange``) is all that ranks do together: each says where its values lie; a barrier; all read; a
   barrier, after which no rank reads another's memory any more. So a buffer there lives as long as any other: the plan
   may reuse it once the call has returned, and needs to know nothing of other ranks. As offsets are said in each
@@ -26,7 +25,8 @@ tensor. Where a rank can read another's memory, a kernel reads the others' value
 
 On a CPU it is a file in memory that the ranks of one host map (``_Mapped``); it has no name as soon as all have it. On
 a GPU it is PyTorch's symmetric memory (``_Device``), without multicast; an exchange is one kernel there (``kernels``),
-which compares what ranks say and ends with an assertion where they differ, or do not come in time.
+which compares what ranks say and ends with an assertion where they differ, or do not come in time. What small sums
+write to each other lies in front of it.
 
 NB: TorchInductor lowers single collectives to ``symm_mem`` ops, and lets their arguments be allocated there.
 """
@@ -54,6 +54,7 @@ PAGE, SLOT = 4096, 512  # bytes; a rank's slot: what it says in numbers, then in
 NUMBERS = 8
 COUNT, FAILED, OFFSET, SAID = 0, 1, 2, 3  # places of numbers in a slot; SAID: ``how``, bytes, dtype
 HOW = ("one_shot", "two_shot")
+SENT = {"one_shot": 256 << 10, "two_shot": 2 << 20, "reduce-scatter": 256 << 10}  # bytes: on a GPU, no more are sent
 KINDS = (*HOW, "reduce-scatter", "gather and product", "product and scatter")  # of exchanges
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
 YIELD, PAUSE, LOOK = 1e-3, 50e-6, 0.2  # seconds of polls, then between polls, and between looks at who has ended
@@ -82,8 +83,7 @@ class Storage:
         self.name, self.rank, self.size = group.group_name, group.rank(), group.size()
         self.device, self.bytes = device, BYTES[device.type]
         self.limit = store_of(group).timeout.total_seconds()
-        sixteenth = self.bytes // 16
-        self.planned, self.copied, self.sums, self.turns = 0, 8 * sixteenth, 11 * sixteenth, 14 * sixteenth
+        self.planned, self.copied, self.sums = 0, self.bytes // 2, self.bytes // 4 * 3
         self.broken = ""
 
     def part(self, rank: int, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -131,9 +131,10 @@ class Storage:
                 raise RanksError(self.broken) from e
             raise
 
-    def most(self, how: str, x: torch.Tensor) -> int:
-        """How many elements of flat ``x`` an exchange takes: the same on all ranks, wherever ``x`` lies."""
-        return (self.sums - self.copied) // x.element_size()
+    def most(self, x: torch.Tensor, parts: int = 1) -> int:
+        """How many elements of flat ``x``, or of each of ``parts``, an exchange takes: the same on all ranks, wherever
+        ``x`` lies."""
+        return (self.sums - self.copied) // parts // ALIGN * ALIGN // x.element_size()
 
     def begin(self, at: int, said: tuple[int, ...]) -> list[int]:
         """Say where this rank's values lie; when all have said it: where theirs do."""
@@ -326,18 +327,11 @@ class _Device(Storage):
         own = _together(group, "allocate", allocated)
         self.handle = _together(group, "rendezvous", lambda: symmetric.rendezvous(own, self.name))
         whole = [self.handle.get_buffer(r, (nbytes,), torch.uint8) for r in range(self.size)]
-        self.peers = [w[self.front :] for w in whole]
+        self.peers, self.memory = [w[self.front :] for w in whole], whole[self.rank]
         self.table = torch.tensor([w.data_ptr() for w in whole], dtype=torch.int64, device=device)
         self.stream: Any = None
         # for products (``products``): what is computed first, and what is copied meanwhile, come before the rest
         self.ahead, self.side = (torch.cuda.Stream(device, priority=p) for p in (-1, -2))
-
-    def most(self, how: str, x: torch.Tensor) -> int:
-        from . import kernels
-
-        if how != "two_shot":
-            return kernels.slot(self) // x.element_size()
-        return min(super().most(how, x), self.size * ((self.turns - self.sums) // 2) // x.element_size())
 
     def together(self) -> contextlib.AbstractContextManager[None]:
         return torch.cuda.device(self.device)  # (kernels say what is wrong)

@@ -12,6 +12,7 @@ result, written at once. Exit code: 1 where something is wrong or a part did not
 * ``collectives``: functional collectives compiled, under both wrappers
 * ``train``: DDP, FSDP2 and DTensor (tensor parallel) as in eager
 * ``launches``: of the kernels over storage, several
+* ``late``, ``other_size``: one rank does not come, or does something else: an error on all
 * ``tune``: an op with candidates, one of which crashes on one rank; the all-reduce's own
 * ``six``: six products tuned by all ranks together, beside one rank alone
 * ``products``: a 7B model's layers, gather + product and product + scatter: whole, in chunks, through storage
@@ -302,6 +303,7 @@ PARTS: dict[str, tuple[Callable[..., None], int]] = {  # and seconds
     "storage": (right.storage, 90), "tune": (right.tune, 100), "train": (right.train, 60),
     "collectives": (right.collectives, 60), "times": (times, 40), "launches": (launches, 50),
     "products": (products, 120), "six": (six, 90),
+    **{how: (partial(right.fault, how), 40) for how in ("late", "other_size")},
 }  # fmt: skip
 TIMED = ("times", "launches", "products", "six")  # alone, after the others, which run at once (on GPUs)
 

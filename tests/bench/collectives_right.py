@@ -3,7 +3,10 @@
 A part is given ``say``, which reports a row, this rank, how many there are, and its device.
 """
 
+import os
 import random
+import sys
+import time
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -278,3 +281,24 @@ def tune(say: Say, rank: int, size: int, device: torch.device) -> None:
             return {"winner": str(d.winner), "rows": rows, "wrong": [k for k, r in rows.items() if r[0] != "ok"]}
 
         attempt(say, "all_reduce tuned", own, bytes=nbytes)
+
+
+def fault(how: str, say: Say, rank: int, size: int, device: torch.device) -> None:
+    """The last rank sums another number of values, or does not come in time: an error on all, after which a process
+    can do no more on a GPU."""
+    from reflib.errors import ReflibError
+    from reflib.ranks.reduce import REDUCE
+    from reflib.ranks.symmetric import storage as storage_of
+
+    storage_of(GROUP, device).limit = 2.0
+    last, start, found = rank == size - 1, time.perf_counter(), "no error"
+    REDUCE(torch.ones(64, device=device), "one_shot", GROUP).cpu()
+    if last and how == "late":
+        time.sleep(8)
+    try:
+        REDUCE(torch.ones(65 if last and how == "other_size" else 64, device=device), "one_shot", GROUP).cpu()
+    except (RuntimeError, ReflibError) as e:
+        found = f"{type(e).__name__}: {e}"[:200]
+    say(how, wrong=[] if found != "no error" else [found], found=found, seconds=round(time.perf_counter() - start, 1))
+    sys.stdout.flush()
+    os._exit(0)

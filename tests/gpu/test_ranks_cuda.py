@@ -11,7 +11,7 @@ import torch
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
-@pytest.mark.parametrize("part", ["storage", "collectives", "train", "tune"])
+@pytest.mark.parametrize("part", ["storage", "collectives", "train", "tune", "late", "other_size"])
 def test_ranks(part: str, root: Path, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     command = [sys.executable, "-m", "tests.bench.collectives", "--out", str(out), "--only", part]
