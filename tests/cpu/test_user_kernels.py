@@ -190,27 +190,6 @@ def test_launches_in_branches_and_loops_are_packaged(
     assert not v.needs and len(names) == 2
 
 
-@pytest.mark.parametrize("at", ["export", "decompositions"])
-def test_a_launch_that_the_exporter_drops_is_refused(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = (torch.export, "export") if at == "export" else (torch.export.ExportedProgram, "run_decompositions")
-    whole = getattr(*where)
-
-    def dropping(*how: Any, **more: Any) -> Any:
-        made = whole(*how, **more)
-        for m in made.graph_module.children():
-            for node in [n for n in m.graph.nodes if "triton_kernel" in str(n.target)]:
-                for result in [*node.users]:
-                    result.replace_all_uses_with(node.kwargs["kwargs"]["out"])
-                    m.graph.erase_node(result)
-                m.graph.erase_node(node)
-        return made
-
-    monkeypatch.setattr(*where, dropping)
-    args = torch.randn(100), torch.randn(100)
-    with pytest.raises(CaptureError, match=r"drops the launch of the Triton kernel add_kernel.* in a branch"):
-        reflib.aot_compile(user_kernels.branching, args, tmp_path / "p.reflib", ["sm_90"], ptx=False)
-
-
 def test_defaults_have_types_as_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where Dynamo leaves them off, with a GPU there, and where only another configuration gives one."""
 
