@@ -150,6 +150,62 @@ def test_a_group_of_more_than_32_bits() -> None:
     interpreted("-c", FAR)
 
 
+DESCRIBED = """
+import random, torch, triton
+from reflib.lab.triton_child import complete_the_interpreter
+complete_the_interpreter()
+triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8))
+from reflib.lower.grouped_kernel import grouped_mm_described
+draw = random.Random(0)
+
+def some(*shape):
+    return (torch.randint(-4, 5, shape) / 2).bfloat16()
+
+for case in range(8):
+    ragged, b_rows = "mk"[case % 2], case % 2 or case & 2
+    m, n, k, groups = (8 * draw.randrange(1, 9) for _ in range(4))
+    groups = draw.randrange(1, 5)
+    ends = sorted(draw.randrange((m if ragged == "m" else k) + 1) for _ in range(groups))
+    a = some(m, k) if ragged == "m" else some(k, m).t()
+    b = some(groups, k, n) if b_rows else some(groups, n, k).mT
+    if ragged == "k":
+        b = b[0].contiguous()
+        a[:, ends[-1]:], b[ends[-1]:] = float("nan"), float("inf")
+    starts = [0, *ends[:-1]]
+    want = [a[i:j].float() @ b[g].float() if ragged == "m" else a[:, i:j].float() @ b[i:j].float()
+            for g, (i, j) in enumerate(zip(starts, ends))]
+    want = torch.cat(want) if ragged == "m" else torch.stack(want)
+    c = torch.zeros(*((m, n) if ragged == "m" else (groups, m, n)), dtype=torch.bfloat16)
+    strides = *a.stride(), *(b.stride() if b.dim() == 3 else (0, *b.stride()))
+    strides += c.stride() if c.dim() == 3 else (0, *c.stride())
+    grouped_mm_described[(3,)](
+        a, b, torch.tensor(ends, dtype=torch.int32), c, groups, m, n, k, *strides, RAGGED=ragged, B_ROWS=bool(b_rows),
+        MBLOCK=16, NBLOCK=32, KBLOCK=16,
+    )
+    got = c[: len(want)].float()
+    assert torch.allclose(got, want, rtol=2e-2, atol=1e-2), (case, ragged, ends, (got - want).abs().max())
+"""
+
+
+def test_read_through_descriptors() -> None:
+    """Rows or columns of b in one piece, groups that are empty, and what lies behind the last group."""
+    interpreted("-c", DESCRIBED)
+
+
+def test_descriptors_are_for_aligned_matrices() -> None:
+    """Another address runs the default; columns in one piece and older GPUs have no such candidate."""
+
+    def found(args: tuple[Any, ...], target: str = "sm_90") -> list[Any]:
+        (choice,) = (n for n in stages(args, target).program.nodes if isinstance(n, Choice))
+        return [v for v in choice.variants if v.name.endswith(" tma")]
+
+    a, b, offs = CASES["rows"]()
+    assert not found((a, b, offs), "sm_80") and not found((some(48, 64).t(), b, offs))
+    variants = found((a, b, offs))
+    assert variants and all({x.what for x in v.predicate} == {"arg0_1", "arg1_1"} for v in variants)
+    assert not found(CASES["columns"]()) and found(CASES["depth"]())
+
+
 # -- code -------------------------------------------------------------------------------------------
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
@@ -169,7 +225,8 @@ def test_every_tiling_compiles(name: str, arch: str) -> None:
         for kernel in list(kernels.values())[:1]:  # (the others are its fallbacks)
             binary = compile_kernel(kernel, target)
             assert product in binary.ptx or " 16x" in v.name or " 32x" in v.name, "fewer rows than wgmma has"
-            assert "cp.async.cg.shared.global" in binary.ptx, v.name
+            copy = "cp.async.bulk.tensor" if v.name.endswith(" tma") else "cp.async.cg.shared.global"
+            assert copy in binary.ptx, v.name
             assert resources(binary)["stack"] <= 16 and binary.shared <= target.shared, v.name
 
 
