@@ -68,55 +68,45 @@ def grouped_mm(
 
 
 @triton.jit
-def grouped_mm_described(
-    a, b, ends, c, groups, M, N, K, a_m, a_k, b_g, b_k, b_n, c_g, c_m, c_n,
-    RAGGED: tl.constexpr, B_ROWS: tl.constexpr, MBLOCK: tl.constexpr, NBLOCK: tl.constexpr, KBLOCK: tl.constexpr,
+def grouped_rows_described(
+    a, b, ends, c, groups, M, N, K, a_m, b_g, b_k, b_n, c_m, c_n,
+    B_ROWS: tl.constexpr, GROUPS: tl.constexpr, MBLOCK: tl.constexpr, NBLOCK: tl.constexpr, KBLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same of rows ("m") and of the depth ("k"), read through descriptors (TMA): no thread computes addresses or
-    holds what is on its way. In one piece are rows of a ("m") or its columns ("k"), and rows of b or (``B_ROWS``: no)
-    its columns. Of a block that reaches into the next group's rows, those are computed and not stored; into its depth,
-    they are read as zeros: then each group has descriptors of its own, which end with it."""
-    if RAGGED == "m":
-        a_blocks = tl.make_tensor_descriptor(a, [M, K], [a_m, 1], [MBLOCK, KBLOCK])
-        if B_ROWS:
-            b_blocks = tl.make_tensor_descriptor(b, [groups, K, N], [b_g, b_k, 1], [1, KBLOCK, NBLOCK])
-        else:
-            b_blocks = tl.make_tensor_descriptor(b, [groups, N, K], [b_g, b_n, 1], [1, NBLOCK, KBLOCK])
-    done = 0
-    end = 0
-    for g in range(groups):
-        start = end
-        end = tl.load(ends + g).to(tl.int32)
-        rows, depth = M, K
-        if RAGGED == "m":
-            rows = end - start
-        else:
-            depth = end - start
-            a_blocks = tl.make_tensor_descriptor(a, [end, M], [a_k, 1], [KBLOCK, MBLOCK])
-            b_blocks = tl.make_tensor_descriptor(b, [end, N], [b_k, 1], [KBLOCK, NBLOCK])
-        high = tl.cdiv(rows, MBLOCK)
-        tiles = high * tl.cdiv(N, NBLOCK)
-        programs = tl.num_programs(0)
-        offset = (tl.program_id(0) + programs - done % programs) % programs
-        for tile in range(offset, tiles, programs):
-            m0 = tl.cast(tile % high * MBLOCK, tl.int32)  # (places in a descriptor have 32 bits)
-            n0 = tl.cast(tile // high * NBLOCK, tl.int32)
-            acc = tl.zeros([MBLOCK, NBLOCK], tl.float32)
-            for k_at in tl.range(0, depth, KBLOCK):
-                k0 = tl.cast(k_at, tl.int32)
-                if RAGGED == "k":
-                    x = a_blocks.load([start + k0, m0]).T
-                    y = b_blocks.load([start + k0, n0])
-                else:
-                    x = a_blocks.load([start + m0, k0])
-                    if B_ROWS:
-                        y = b_blocks.load([tl.cast(g, tl.int32), k0, n0]).reshape(KBLOCK, NBLOCK)
-                    else:
-                        y = b_blocks.load([tl.cast(g, tl.int32), n0, k0]).reshape(NBLOCK, KBLOCK).T
-                acc = tl.dot(x, y, acc)
-            m = m0 + tl.arange(0, MBLOCK)
-            n = n0 + tl.arange(0, NBLOCK)
-            c_at = c + (tl.cast(start, tl.int64) * c_m if RAGGED == "m" else tl.cast(g, tl.int64) * c_g)
-            place = c_at + (tl.cast(m, tl.int64)[:, None] * c_m + n[None, :] * c_n)
-            tl.store(place, acc.to(c.dtype.element_ty), mask=(m[:, None] < rows) & (n[None, :] < N))
-        done += tiles
+    """The same for groups of rows, read through descriptors (TMA): no thread computes addresses or holds what is on its
+    way. Each row of a lies in one piece, and each row of b's matrices or (``B_ROWS``: no) each column. What a block
+    reads of the next group's rows is computed and not stored. ``GROUPS``: a power of 2, at least ``groups``.
+
+    The loops over tiles and depth are one (``flatten``), so the next tile is read while this one is finished: a tile's
+    group is looked up among the ``GROUPS`` sums of tiles, not counted up to."""
+    a_blocks = tl.make_tensor_descriptor(a, [M, K], [a_m, 1], [MBLOCK, KBLOCK])
+    if B_ROWS:
+        b_blocks = tl.make_tensor_descriptor(b, [groups, K, N], [b_g, b_k, 1], [1, KBLOCK, NBLOCK])
+    else:
+        b_blocks = tl.make_tensor_descriptor(b, [groups, N, K], [b_g, b_n, 1], [1, NBLOCK, KBLOCK])
+    i = tl.arange(0, GROUPS)
+    stop = tl.load(ends + i, mask=i < groups, other=0).to(tl.int32)
+    begin = tl.load(ends + i - 1, mask=(i > 0) & (i < groups), other=0).to(tl.int32)
+    high = tl.where(i < groups, tl.cdiv(stop - begin, MBLOCK), 0)  # tiles of a group, one above another
+    count = high * tl.cast(tl.cdiv(N, NBLOCK), tl.int32)
+    upto = tl.cumsum(count, 0)
+    for tile in tl.range(tl.program_id(0), tl.sum(count, 0), tl.num_programs(0), flatten=True):
+        g = tl.sum((upto <= tile).to(tl.int32), 0)
+        start = tl.sum(tl.where(i == g, begin, 0), 0)
+        end = tl.sum(tl.where(i == g, stop, 0), 0)
+        rows = tl.sum(tl.where(i == g, high, 0), 0)
+        in_group = tile - tl.sum(tl.where(i == g, upto - count, 0), 0)
+        m0 = start + in_group % rows * MBLOCK
+        n0 = in_group // rows * NBLOCK
+        acc = tl.zeros([MBLOCK, NBLOCK], tl.float32)
+        for k_at in tl.range(0, K, KBLOCK):
+            k0 = tl.cast(k_at, tl.int32)  # (places in a descriptor have 32 bits)
+            x = a_blocks.load([m0, k0])
+            if B_ROWS:
+                y = b_blocks.load([g, k0, n0]).reshape(KBLOCK, NBLOCK)
+            else:
+                y = b_blocks.load([g, n0, k0]).reshape(NBLOCK, KBLOCK).T
+            acc = tl.dot(x, y, acc)
+        m = m0 + tl.arange(0, MBLOCK)
+        n = n0 + tl.arange(0, NBLOCK)
+        place = c + (tl.cast(m, tl.int64)[:, None] * c_m + n[None, :] * c_n)
+        tl.store(place, acc.to(c.dtype.element_ty), mask=(m[:, None] < end) & (n[None, :] < N))

@@ -36,7 +36,8 @@ PROGRAMS = 2  # for each multiprocessor
 # m, n, k, warps, stages
 TILINGS = ((128, 128, 64, 8, 3), (64, 128, 64, 4, 4), (128, 256, 64, 8, 3), (32, 128, 128, 4, 3), (16, 128, 128, 4, 4))
 # read through descriptors, on Hopper and later
-DESCRIBED = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (64, 256, 64, 4, 4), (64, 128, 128, 4, 4), (32, 128, 128, 4, 4))
+DESCRIBED = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (64, 256, 64, 4, 4), (64, 128, 64, 4, 5), (32, 64, 256, 4, 4))
+MOST_GROUPS = 1024  # that are looked up
 
 
 @dataclass(frozen=True)
@@ -124,21 +125,15 @@ def _grouped(a: View, b: View, offs: View | None, out: View) -> _Grouped:
 
 
 def _can_be_described(g: _Grouped, operands: tuple[View, View], target: Target) -> bool:
-    """Can TMA read both, from aligned buffers? One dimension is contiguous, which is not the ragged one (a block would
-    begin at any element of it); all else are multiples of 16 bytes."""
-    if target.kind != "cuda" or target.capability < 90 or g.ragged not in ("m", "k"):
+    """Can TMA read both, from aligned buffers? Groups are of rows; what is not contiguous is a multiple of 16 bytes."""
+    known = g.groups.constant is not None and g.groups.constant <= MOST_GROUPS
+    if target.kind != "cuda" or target.capability < 90 or g.ragged != "m" or not known:
         return False
-    inner = ((-1,), (-1, -2)) if g.ragged == "m" else ((-2,), (-1,))
-    for v, dims in zip(operands, inner):
-        near = next((d for d in dims if v.strides[d] == 1), None)
-        if near is None:
-            return False
-        far = [e for d, e in enumerate(v.strides) if d != len(v.strides) + near]
-        if any(not e.constant or e.constant * v.dtype.itemsize % 16 for e in far):
-            return False
-        if v.offset.constant is None or v.offset.constant * v.dtype.itemsize % 16:
-            return False
-    return True
+    a, b = operands
+    if a.strides[-1] != 1 or 1 not in b.strides[1:]:
+        return False
+    far = (a.strides[0], a.offset, b.strides[0], b.strides[1] if b.strides[2] == 1 else b.strides[2], b.offset)
+    return all(e.constant is not None and e.constant * a.dtype.itemsize % 16 == 0 for e in far)
 
 
 def _tilings(g: _Grouped, a: View, target: Target, described: bool = False) -> list[_Tiling]:
@@ -156,17 +151,18 @@ def _tilings(g: _Grouped, a: View, target: Target, described: bool = False) -> l
 def _launch(cx: LoweringContext, g: _Grouped, views: tuple[Any, ...], t: _Tiling, target: Target) -> Extern:
     import triton
 
-    from .grouped_kernel import grouped_mm, grouped_mm_described
+    from .grouped_kernel import grouped_mm, grouped_rows_described
     from .user_kernels import Call
 
     a, b, ends, out = views
     names = [f"{v}_{d}" for v, dims in (("a", "gmk"), ("b", "gkn"), ("c", "gmn")) for d in dims]
     given = {"a": a, "b": b, "ends": a if ends is None else ends, "c": out, "groups": g.groups}
     given |= dict(zip("MNK", g.sizes)) | dict(zip(names, (s for each in g.strides for s in each)))
-    given |= {"RAGGED": g.ragged}
     if t.described:
-        given |= {"B_ROWS": b.strides[-1] == 1}
-        del given["a_g"]
+        given |= {"B_ROWS": b.strides[-1] == 1, "GROUPS": 1 << (int(g.groups) - 1).bit_length()}
+        given = {n: v for n, v in given.items() if n not in ("a_g", "a_k", "c_g")}
+    else:
+        given |= {"RAGGED": g.ragged}
     config = triton.Config({"MBLOCK": t.m, "NBLOCK": t.n, "KBLOCK": t.k}, num_warps=t.warps, num_stages=t.stages)
     blocks = {"m": ceildiv(g.sizes[0], t.m), "n": ceildiv(g.sizes[1], t.n)}
     if g.ragged in blocks:  # each group may have a block more
@@ -174,5 +170,5 @@ def _launch(cx: LoweringContext, g: _Grouped, views: tuple[Any, ...], t: _Tiling
     tiles = blocks["m"] * blocks["n"] * (1 if g.ragged in blocks else g.groups)
     named = replace(cx, origin=replace(cx.origin, op="grouped_mm"))
     grid = (minimum(tiles, PROGRAMS * target.units), expr(1), expr(1))
-    kernel = grouped_mm_described if t.described else grouped_mm
+    kernel = grouped_rows_described if t.described else grouped_mm
     return Call(named, kernel, given, {}).extern(cx.low.next_node(), config, grid, (out.buffer,))
