@@ -1,9 +1,9 @@
 """Inference graphs are called without AOTAutograd's wrapper around them, where that has nothing to do.
 
 The wrapper is Python that costs each call 4 µs (torch 2.11): it takes and returns tensors that are views of others,
-writes back inputs, marks sizes, unpacks subclasses, and turns gradients off. Of most graphs at inference only the last
-is left, which is done here. What there is to do AOTAutograd says in its metadata; where anything is unknown, its wrapper
-stays. (Autograd's own functions, in training, are in it.)
+writes back inputs, marks sizes, unpacks subclasses, and turns gradients off. Most graphs at inference need only the
+last, which is done here. What a graph needs AOTAutograd says in its metadata; where anything is unknown, its wrapper
+stays, and in training, where it is autograd's function.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +31,11 @@ def straight(call: Callable[..., Any], what: Any, inputs: Sequence[Any], options
     context = torch._guards.TracingContext.try_get()
     if context is None or not isinstance(what, torch.fx.GraphModule):
         return call
-    (graph, compiled), *others = _compiled.pop(context, None) or [(None, None)]
-    if others or graph is None or graph.name != "inference" or not _nothing_else(context.fw_metadata, graph, inputs):
+    all_compiled = _compiled.pop(context, [])
+    if len(all_compiled) != 1:
+        return call
+    ((graph, compiled),) = all_compiled
+    if graph.name != "inference" or not _nothing_else(context.fw_metadata, graph, inputs):
         return call
     is_enabled, enable = torch.is_grad_enabled, torch._C._set_grad_enabled
 

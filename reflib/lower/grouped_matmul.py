@@ -83,8 +83,9 @@ def grouped_mm(
     found += _tilings(g, a, target, described=True) if _can_be_described(g, (a, b), target) else []
     inputs = [v.buffer for v in (a, b) if cx.low.buffers[v.buffer].kind != "temp"]
     aligned = tuple(Assume("aligned", x, 16) for x in inputs)
+    views = a, b, offs, value
     launches = [
-        Variant(str(t), (_launch(cx, g, (a, b, offs, value), t, target),), aligned if t.described else ()) for t in found
+        Variant(str(t), (_launch(cx, g, views, t, target),), aligned if t.described else ()) for t in found
     ]
     as_choice(cx, aten._grouped_mm.default, default, value, launches)
     made = cx.low.nodes[-1]

@@ -10,10 +10,11 @@ replay. So each input is one of
   graph writes to, and those in a recording's memory, are never copied: each address has a recording.
 
 **Memory.** What a recording returns is in memory of its own, which only its next replay writes over. So it is replayed
-only if no reference is left to what it returned last (by the storages' use counts); else another one is made, at most
-``RECORDINGS`` for a *signature*: the sizes and numbers among the inputs, and the stream. An output that is an input, or
-a view of one, is made of the call's own input. Results are eager's then, whatever the caller keeps or passes. (But
-``Tensor.record_stream`` holds no replay back: wait for what another stream reads before it is released.)
+only if no reference is left to what it returned last (by the storages' use counts; ``host_replay.c`` looks, replays and
+makes the outputs in one call); else another one is made, at most ``RECORDINGS`` for a *signature*: the sizes and
+numbers among the inputs, and the stream. An output that is an input, or a view of one, is made of the call's own input.
+Results are eager's then, whatever the caller keeps or passes. (But ``Tensor.record_stream`` holds no replay back: wait
+for what another stream reads before it is released.)
 
 All other memory, which holds nothing between two replays, is one *pool* for all recordings of a stream, of whatever
 function, forward or backward: replays on a stream follow one another, so no rule of who is alive is needed. For that
@@ -118,7 +119,7 @@ class Recorder:
                 lane.graphs = Graphs()
             graph = lane.graphs.capture(lambda: outputs.extend(call(list(args))))
         # (its class in Python only asks whether it is being debugged)
-        return outputs, super(torch.cuda.CUDAGraph, graph).replay, (lane, lane.graphs)
+        return outputs, super(torch.cuda.CUDAGraph, graph).replay, (lane, lane.graphs)  # type: ignore[misc]
 
 
 class Lane:
@@ -182,13 +183,14 @@ def _chain(stages: Any, parts: Sequence[Part], name: str) -> Call:
 
 
 class Recording:
-    """One recorded call. ``run``: replays it for a list of inputs, which it empties, and returns the outputs; None if it
-    does not fit them. ``quick``: the same, comparing all that differs between signatures too; None without the C
+    """One recorded call. ``run``: replays it for a list of inputs, which it empties, and returns the outputs; None if
+    it does not fit them. ``quick``: the same, comparing all that differs between signatures too; None without the C
     extension. ``into``: where the inputs ``copied`` are copied to; the others are fixed. ``results``: memory that
     ``call`` is given for what it returns, after its inputs."""
 
     def __init__(
-        self, call: Call, args: list, copied: list[int], results: list[torch.Tensor], lane: Any, shared: bool, sized: bool
+        self, call: Call, args: list, copied: list[int], results: list[torch.Tensor], lane: Any, shared: bool,
+        sized: bool,
     ):  # fmt: skip
         held = [_room(args[i]) for i in copied]
         into = [t for t, _ in held]
@@ -210,7 +212,7 @@ class Recording:
 
     def _quick(
         self, args: list, copied: list[int], counts: tuple, copy: Any, replay: Any, made: tuple, sized: bool
-    ) -> Call | None:  # fmt: skip
+    ) -> Callable[[list], Any] | None:  # fmt: skip
         make = host.replays()
         if make is None:
             return None
@@ -229,7 +231,7 @@ def _fixed(args: list, copied: list[int]) -> list[tuple[int, int]]:
     return [(i, x.data_ptr()) for i, x in enumerate(args) if isinstance(x, torch.Tensor) and i not in copied]
 
 
-def _run(fixed: list[tuple[int, int]], counts: tuple, copy: Any, replay: Callable[[], Any], made: tuple) -> Call:
+def _run(fixed: list[tuple[int, int]], counts: tuple, copy: Any, replay: Callable[[], Any], made: tuple) -> Callable[[list], Any]:
     """What ``host_replay.c`` does, for inputs of the same signature."""
 
     def run(args: list) -> list[Any] | None:
@@ -394,8 +396,8 @@ def _own(x: Any, args: list) -> torch.UntypedStorage | None:
 
 
 def _output(x: Any, args: list) -> Any:
-    """How an output of a call is made: a tensor, in whose memory it is; a number: that input; (value,); or a function of
-    the call's inputs. ``args``: those of the recorded call."""
+    """How an output of a call is made: a tensor, in whose memory it is; a number: that input; (value,); or a function
+    of the call's inputs. ``args``: those of the recorded call."""
     if not isinstance(x, torch.Tensor):
         return (x,)
     i = _input_of(x, args)

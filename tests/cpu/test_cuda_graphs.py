@@ -148,35 +148,29 @@ def replay_of(kinds, wanted, args, launch=lambda: None, copy=None, outputs=(), c
 
 
 @pytest.mark.skipif(host.replays() is None, reason="no C extension")
-def test_a_replay_is_of_what_was_recorded():
+@pytest.mark.parametrize("seed", range(40))
+def test_a_replay_is_of_what_was_recorded(seed):
     """Inputs of all kinds; one of them changed: nothing happens, and the list is as it was."""
-    rng = random.Random(0)
-    for _ in range(40):
-        kinds = "".join(rng.choice("fcn") for _ in range(rng.randrange(1, 9)))
-        args = [rng.randrange(9) if k == "n" else torch.randn(*(rng.randrange(1, 4) for _ in range(3))) for k in kinds]
-        wanted = tuple(x if k == "n" else (*x.shape, *x.stride()) for k, x in zip(kinds, args))
-        calls = []
-        own = torch.randn(3, 4).t()
-        number = rng.randrange(len(kinds))
-        copy = (lambda given: calls.append(len(given))) if "c" in kinds else None
-        outputs = own, number, ("value",), lambda given: (given[number], 1)
-        run = replay_of(kinds, wanted, args, lambda: calls.append("launched"), copy, outputs)
-        i = rng.randrange(len(kinds))
-        others = {
-            "n": [args[i] + 1 if kinds[i] == "n" else None, None],
-            "f": [args[i].clone() if kinds[i] == "f" else None, 1],
-            "c": [torch.randn(5, 5, 5), torch.randn(0), None],
-        }[kinds[i]]
-        for other in others:
-            given = [*args[:i], other, *args[i + 1 :]]
-            assert run(given) is None and len(given) == len(args) and not calls
-        assert run([*args, 1]) is None
-        given = list(args)
-        made, same, value, of_inputs = run(given)
-        assert not given and calls == [len(args)] * bool(copy) + ["launched"] and value == "value"
-        assert same is args[number] and of_inputs == (args[number], 1)
-        assert made is not own and made.data_ptr() == own.data_ptr() and made.stride() == own.stride()
-        assert torch.equal(made, own)
+    rng, calls = random.Random(seed), []
+    kinds = "".join(rng.choice("fcn") for _ in range(rng.randrange(1, 9)))
+    args = [rng.randrange(9) if k == "n" else torch.randn(*(rng.randrange(1, 4) for _ in range(3))) for k in kinds]
+    wanted = tuple(x if k == "n" else (*x.shape, *x.stride()) for k, x in zip(kinds, args))
+    own, number, i = torch.randn(3, 4).t(), rng.randrange(len(kinds)), rng.randrange(len(kinds))
+    copy = (lambda given: calls.append(len(given))) if "c" in kinds else None
+    outputs = own, number, ("value",), lambda given: (given[number], 1)
+    run = replay_of(kinds, wanted, args, lambda: calls.append("launched"), copy, outputs)
+    x = args[i]
+    for other in {"n": [x, None], "f": [x, 1], "c": [torch.randn(5, 5, 5), torch.randn(0), None]}[kinds[i]]:
+        other = x + 1 if other is x else other  # (elsewhere)
+        given = [*args[:i], other, *args[i + 1 :]]
+        assert run(given) is None and len(given) == len(args) and not calls
+    assert run([*args, 1]) is None
+    given = list(args)
+    made, same, value, of_inputs = run(given)
+    assert not given and calls == [len(args)] * bool(copy) + ["launched"] and value == "value"
+    assert same is args[number] and of_inputs == (args[number], 1)
+    assert made is not own and made.data_ptr() == own.data_ptr() and made.stride() == own.stride()
+    assert torch.equal(made, own)
 
 
 @pytest.mark.skipif(host.replays() is None, reason="no C extension")
