@@ -231,7 +231,9 @@ def _fixed(args: list, copied: list[int]) -> list[tuple[int, int]]:
     return [(i, x.data_ptr()) for i, x in enumerate(args) if isinstance(x, torch.Tensor) and i not in copied]
 
 
-def _run(fixed: list[tuple[int, int]], counts: tuple, copy: Any, replay: Callable[[], Any], made: tuple) -> Callable[[list], Any]:
+def _run(
+    fixed: list[tuple[int, int]], counts: tuple, copy: Any, replay: Callable[[], Any], made: tuple
+) -> Callable[[list], Any]:
     """What ``host_replay.c`` does, for inputs of the same signature."""
 
     def run(args: list) -> list[Any] | None:
