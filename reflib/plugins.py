@@ -48,11 +48,13 @@ PLUGS: dict[str, dict[str, str]] = {
         "budget": "capture.budget:save_random",
     },
     "pipeline.AROUND": {
+        "straight": "capture.straight:straight",
         "graphs": "wrap.cuda_graphs:cuda_graphs",
         "bad_values": "wrap.bad_values:named",
         "unusual": "wrap.unusual:eager_for_unusual",
         "ranks": "ranks.agree:agreed",
         "trace": "observed:traced",
+        "compiled": "capture.straight:remembered",
     },
     "pipeline.OBSERVE": {
         "repro": "observe.repro:observed",

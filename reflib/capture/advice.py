@@ -13,7 +13,7 @@ from ..errors import CaptureError, ReflibError
 
 _ADVICE = (
     (
-        ("aliasing the input",),
+        ("aliasing the input", "do not support aliasing"),
         "Branches and bodies of torch.cond, while_loop and scan return new tensors: clone() an input, a view of one, "
         "and what is returned twice",
     ),

@@ -85,10 +85,9 @@ def _check_launch(node: torch.fx.Node) -> None:
         raise CaptureError(
             f"the grid of {_named(node)} is a tensor: a grid is made of numbers; n.item() is one, and waits for the GPU"
         )
-    if _stores_elsewhere(node):
+    if why := _stores_elsewhere(node):
         raise CaptureError(
-            f"{_named(node)} stores to none of the tensors that it is given, so PyTorch drops its launch: a kernel "
-            "cannot store to an address that it reads from memory; give it the tensor"
+            f"{_named(node)} {why}: a kernel cannot store to an address that it reads from memory; give it the tensor"
         )
 
 
@@ -168,15 +167,43 @@ def _written(node: torch.fx.Node) -> set[str]:
         return set(wrap.get_mutated_tensors(index, constants, _given(node), descriptors))  # type: ignore[arg-type]
 
 
-def _stores_elsewhere(node: torch.fx.Node) -> bool:
-    """Does the kernel have stores, none of them to its tensors?"""
+def _stores_elsewhere(node: torch.fx.Node) -> str:
+    """Does the kernel store to what is none of its tensors? What comes of it; "" if nothing is known against it."""
     from torch._higher_order_ops import triton_kernel_wrap as wrap
 
     given = _given(node)
-    if not any(isinstance(v, torch.Tensor) for v in given.values()) or _written(node):
-        return False
+    tensors = [v for v in given.values() if isinstance(v, torch.Tensor)]
+    lost = bool(tensors) and not _written(node)
+    if not lost and not any(t.dtype in (torch.int64, torch.uint64) for t in tensors):  # (none may hold addresses)
+        return ""
     kernel: Any = wrap.kernel_side_table.get_kernel(node.kwargs["kernel_idx"])  # type: ignore[arg-type]
     known = given | wrap.kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])  # type: ignore[arg-type]
     with triton_of_gpu():
         text = str(wrap.generate_ttir(kernel, known, node.kwargs["tma_descriptor_metadata"])[0])  # type: ignore[arg-type]
-    return "tt.store" in text or "tt.atomic" in text or "tt.descriptor_store" in text
+    if lost and ("tt.store" in text or "tt.atomic" in text or "tt.descriptor_store" in text):
+        return "stores to none of the tensors that it is given, so PyTorch drops its launch"
+    return "stores to what is none of the tensors that it is given" if any(_loaded_places(text)) else ""
+
+
+def _loaded_places(ttir: str) -> Iterator[bool]:
+    """For each store of a kernel (its IR as text): is its place a loaded number, and no argument's?"""
+    made: dict[str, tuple[str, list[str]]] = {}  # a value: the operation, and what it is of
+    stores, arguments = [], {*re.findall(r"(%\w+): !tt\.ptr", ttir)}
+    for line in ttir.splitlines():
+        for name, first in re.findall(r"(%[\w#]+) = (%[\w#]+)", line):  # what a loop carries
+            made[name] = "", [first]
+        if m := re.match(r'\s*(?:(%\w+)(?::\d+)? = )?"?([a-z_]+\.\w+)"?(.*)', line):
+            name, op, rest = m.groups()
+            values = re.findall(r"%[\w#]+", rest)
+            stores += values[:1] if op.startswith(("tt.store", "tt.atomic")) else []
+            if name and "iter_args" not in line:
+                made[name] = op, values[:1] if op == "tt.addptr" else values
+    for place in stores:
+        seen, left = set[str](), [place]
+        while left:
+            if (value := left.pop()) not in seen:
+                seen.add(value)
+                op, operands = made.get(value, ("an argument", []))
+                left += [] if op == "tt.load" else operands
+        ops = {made[v][0] for v in seen if v in made}
+        yield "tt.load" in ops and not seen & arguments

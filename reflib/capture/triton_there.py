@@ -60,7 +60,7 @@ def triton_of_gpu(recorded: bool = False) -> Iterator[None]:
         if recorded:
             stack.enter_context(_replaced(triton.runtime.jit.KernelInterface, "__getitem__", _recording))
             stack.enter_context(_replaced(triton_kernel_wrap, "trace_triton_kernel_wrapper", _kept))
-            torch.fx.node.has_side_effect(triton_kernel_wrap.triton_kernel_wrapper_mutation)
+            stack.enter_context(_replaced(torch._library.utils, "is_impure", _with_launches))
             _here.depth = getattr(_here, "depth", 0) + 1
             stack.callback(lambda: setattr(_here, "depth", _here.depth - 1))
         yield
@@ -80,8 +80,15 @@ _lock = threading.Lock()
 _replacements: dict[tuple[int, str], tuple[Any, Any, list[int]]] = {}
 
 
+def _with_launches(is_impure: Callable[..., bool]) -> Callable[..., bool]:
+    """A launch has side effects. (``torch.fx.has_side_effect`` means nothing for higher-order ops in PyTorch 2.11.)"""
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+
+    return lambda op, **how: op is triton_kernel_wrapper_mutation or is_impure(op, **how)
+
+
 def _kept(trace: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.export drops calls in branches that return nothing, and refuses those without a ``val``."""
+    """torch.export refuses calls in branches without a ``val``."""
 
     def traced(mode: Any, op: Any, given: Any) -> Any:
         result = trace(mode, op, given)

@@ -65,3 +65,48 @@ def grouped_mm(
             place = c_at + m_far * c_m + n_far * c_n + (m[:, None] * c_m + n[None, :] * c_n)
             tl.store(place, acc.to(c.dtype.element_ty), mask=m_inside & n_inside)
         done += tiles
+
+
+@triton.jit
+def grouped_rows_described(
+    a, b, ends, c, groups, M, N, K, a_m, b_g, b_k, b_n, c_m, c_n,
+    B_ROWS: tl.constexpr, GROUPS: tl.constexpr, MBLOCK: tl.constexpr, NBLOCK: tl.constexpr, KBLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same for groups of rows, read through descriptors (TMA): no thread computes addresses or holds what is on its
+    way. Each row of a lies in one piece, and each row of b's matrices or (``B_ROWS``: no) each column. What a block
+    reads of the next group's rows is computed and not stored. ``GROUPS``: a power of 2, at least ``groups``.
+
+    The loops over tiles and depth are one (``flatten``), so the next tile is read while this one is finished: a tile's
+    group is looked up among the ``GROUPS`` sums of tiles, not counted up to."""
+    a_blocks = tl.make_tensor_descriptor(a, [M, K], [a_m, 1], [MBLOCK, KBLOCK])
+    if B_ROWS:
+        b_blocks = tl.make_tensor_descriptor(b, [groups, K, N], [b_g, b_k, 1], [1, KBLOCK, NBLOCK])
+    else:
+        b_blocks = tl.make_tensor_descriptor(b, [groups, N, K], [b_g, b_n, 1], [1, NBLOCK, KBLOCK])
+    i = tl.arange(0, GROUPS)
+    stop = tl.load(ends + i, mask=i < groups, other=0).to(tl.int32)
+    begin = tl.load(ends + i - 1, mask=(i > 0) & (i < groups), other=0).to(tl.int32)
+    high = tl.where(i < groups, tl.cdiv(stop - begin, MBLOCK), 0)  # tiles of a group, one above another
+    count = high * tl.cast(tl.cdiv(N, NBLOCK), tl.int32)
+    upto = tl.cumsum(count, 0)
+    for tile in tl.range(tl.program_id(0), tl.sum(count, 0), tl.num_programs(0), flatten=True):
+        g = tl.sum((upto <= tile).to(tl.int32), 0)
+        start = tl.sum(tl.where(i == g, begin, 0), 0)
+        end = tl.sum(tl.where(i == g, stop, 0), 0)
+        rows = tl.sum(tl.where(i == g, high, 0), 0)
+        in_group = tile - tl.sum(tl.where(i == g, upto - count, 0), 0)
+        m0 = start + in_group % rows * MBLOCK
+        n0 = in_group // rows * NBLOCK
+        acc = tl.zeros([MBLOCK, NBLOCK], tl.float32)
+        for k_at in tl.range(0, K, KBLOCK):
+            k0 = tl.cast(k_at, tl.int32)  # (places in a descriptor have 32 bits)
+            x = a_blocks.load([m0, k0])
+            if B_ROWS:
+                y = b_blocks.load([g, k0, n0]).reshape(KBLOCK, NBLOCK)
+            else:
+                y = b_blocks.load([g, n0, k0]).reshape(NBLOCK, KBLOCK).T
+            acc = tl.dot(x, y, acc)
+        m = m0 + tl.arange(0, MBLOCK)
+        n = n0 + tl.arange(0, NBLOCK)
+        place = c + (tl.cast(m, tl.int64)[:, None] * c_m + n[None, :] * c_n)
+        tl.store(place, acc.to(c.dtype.element_ty), mask=(m[:, None] < end) & (n[None, :] < N))

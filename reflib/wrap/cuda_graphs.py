@@ -10,10 +10,11 @@ replay. So each input is one of
   graph writes to, and those in a recording's memory, are never copied: each address has a recording.
 
 **Memory.** What a recording returns is in memory of its own, which only its next replay writes over. So it is replayed
-only if no reference is left to what it returned last (by the storages' use counts); else another one is made, at most
-``RECORDINGS`` for a *signature*: the sizes and numbers among the inputs, and the stream. An output that is an input, or
-a view of one, is made of the call's own input. Results are eager's then, whatever the caller keeps or passes. (But
-``Tensor.record_stream`` holds no replay back: wait for what another stream reads before it is released.)
+only if no reference is left to what it returned last (by the storages' use counts; ``host_replay.c`` looks, replays and
+makes the outputs in one call); else another one is made, at most ``RECORDINGS`` for a *signature*: the sizes and
+numbers among the inputs, and the stream. An output that is an input, or a view of one, is made of the call's own input.
+Results are eager's then, whatever the caller keeps or passes. (But ``Tensor.record_stream`` holds no replay back: wait
+for what another stream reads before it is released.)
 
 All other memory, which holds nothing between two replays, is one *pool* for all recordings of a stream, of whatever
 function, forward or backward: replays on a stream follow one another, so no rule of who is alive is needed. For that
@@ -48,6 +49,7 @@ from ..logs import get as logger
 from ..options import Options
 from ..plan.plan import bind_symbols
 from ..timing import Graphs, side_stream
+from . import host
 from .graph_parts import Call, Chain, Part, build, cut, with_results
 
 RECORDINGS, SIGNATURES = 8, 64
@@ -91,6 +93,10 @@ class Recorder:
     def stream(self, device: torch.device) -> int:
         return torch._C._cuda_getCurrentRawStream(device.index)
 
+    def place(self, device: torch.device) -> tuple[int, int]:
+        """(the index of the device, the current stream), which replays compare; (-1, 0) where there is none."""
+        return device.index, self.stream(device)
+
     def is_busy(self) -> bool:
         """Is the caller recording?"""
         return torch.cuda.is_current_stream_capturing()
@@ -112,7 +118,8 @@ class Recorder:
             if lane.graphs is None or not shared:
                 lane.graphs = Graphs()
             graph = lane.graphs.capture(lambda: outputs.extend(call(list(args))))
-        return outputs, graph.replay, (lane, lane.graphs)
+        # (its class in Python only asks whether it is being debugged)
+        return outputs, super(torch.cuda.CUDAGraph, graph).replay, (lane, lane.graphs)  # type: ignore[misc]
 
 
 class Lane:
@@ -176,46 +183,72 @@ def _chain(stages: Any, parts: Sequence[Part], name: str) -> Call:
 
 
 class Recording:
-    """One recorded call. ``fixed``: (input, address). ``copied``: inputs, and ``into``: where they are copied to.
-    ``results``: memory that ``call`` is given for what it returns, after its inputs."""
+    """One recorded call. ``run``: replays it for a list of inputs, which it empties, and returns the outputs; None if
+    it does not fit them. ``quick``: the same, comparing all that differs between signatures too; None without the C
+    extension. ``into``: where the inputs ``copied`` are copied to; the others are fixed. ``results``: memory that
+    ``call`` is given for what it returns, after its inputs."""
 
     def __init__(
-        self, call: Call, args: list, copied: list[int], results: list[torch.Tensor], lane: Any, shared: bool
+        self, call: Call, args: list, copied: list[int], results: list[torch.Tensor], lane: Any, shared: bool,
+        sized: bool,
     ):  # fmt: skip
-        self.fixed = [(i, x.data_ptr()) for i, x in enumerate(args) if isinstance(x, torch.Tensor) and i not in copied]
-        self.copied, held = copied, [_room(args[i]) for i in copied]
-        self.into = [t for t, _ in held]
+        held = [_room(args[i]) for i in copied]
+        into = [t for t, _ in held]
         mine = list(args)
         for i, (_, as_given) in zip(copied, held):
             mine[i] = as_given
-        outputs, self.replay, self._alive = RECORDER.record(call, [*mine, *results], lane, shared)
+        outputs, replay, self._alive = RECORDER.record(call, [*mine, *results], lane, shared)
         results.clear()
-        self.outputs = [_output(x, mine) for x in outputs]
-        self._storages = list({s._cdata: s for x in outputs if (s := _own(x, mine))}.values())
+        made = tuple(_output(x, mine) for x in outputs)
+        storages = list({s._cdata: s for x in outputs if (s := _own(x, mine))}.values())
         del outputs, mine, held
-        self._counts = [(s._cdata, use_count(s._cdata)) for s in self._storages]
-        owned = {s.data_ptr() for s in self._storages}
+        counts = tuple((s._cdata, use_count(s._cdata), s) for s in storages)  # (they count themselves: kept)
+        copy = (lambda given: torch._foreach_copy_(into, [_flat(given[i]) for i in copied])) if into else None
+        self.quick = self._quick(args, copied, counts, copy, replay, made, sized)
+        self.run = self.quick or _run(_fixed(args, copied), counts, copy, replay, made)
+        owned = {s.data_ptr() for s in storages}
         OWNED.update(owned)
         weakref.finalize(self, OWNED.difference_update, owned)
 
-    def fits(self, args: list) -> bool:
-        """Are the inputs where they were, and is nothing alive of what the last replay returned?"""
-        for i, address in self.fixed:
-            if args[i].data_ptr() != address:
-                return False
-        return self.is_free()
+    def _quick(
+        self, args: list, copied: list[int], counts: tuple, copy: Any, replay: Any, made: tuple, sized: bool
+    ) -> Callable[[list], Any] | None:  # fmt: skip
+        make = host.replays()
+        if make is None:
+            return None
+        tensors = [isinstance(x, torch.Tensor) for x in args]
+        kinds = bytes(b"nfc"[t + (i in copied)] for i, t in enumerate(tensors))
+        fixed = dict(_fixed(args, copied))
+        wanted = tuple((*x.shape, *x.stride()) if t and sized else None if t else x for t, x in zip(tensors, args))
+        device = next(x.device for x, t in zip(args, tensors) if t)
+        return make(
+            kinds, tuple(fixed.get(i, 0) for i in range(len(args))), wanted, use_count, counts, copy, replay, made,
+            *RECORDER.place(device),
+        )  # fmt: skip
 
-    def is_free(self) -> bool:
-        for storage, count in self._counts:
-            if use_count(storage) != count:
-                return False
-        return True
 
-    def run(self, args: list) -> list[Any]:
-        if self.copied:
-            torch._foreach_copy_(self.into, [_flat(args[i]) for i in self.copied])
-        self.replay()
-        return [make(args) for make in self.outputs]
+def _fixed(args: list, copied: list[int]) -> list[tuple[int, int]]:
+    return [(i, x.data_ptr()) for i, x in enumerate(args) if isinstance(x, torch.Tensor) and i not in copied]
+
+
+def _run(
+    fixed: list[tuple[int, int]], counts: tuple, copy: Any, replay: Callable[[], Any], made: tuple
+) -> Callable[[list], Any]:
+    """What ``host_replay.c`` does, for inputs of the same signature."""
+
+    def run(args: list) -> list[Any] | None:
+        if any(args[i].data_ptr() != address for i, address in fixed):
+            return None
+        if any(use_count(storage) != count for storage, count, _ in counts):
+            return None
+        if copy is not None:
+            copy(args)
+        replay()
+        outputs = [_made(how, args) for how in made]
+        args.clear()
+        return outputs
+
+    return run
 
 
 class Recorded:
@@ -238,43 +271,49 @@ class Recorded:
         self._given = with_results(program) if other else None  # (else there is nothing to be shared)
         self.recordings: dict[tuple, list[Recording]] = {}
         self._lanes: dict[int, Any] = {}  # per stream
+        self._quick: Callable[[list], Any] = _none  # of the recording that was replayed last
         self._calls: dict[tuple, int] = {}  # of signatures, before they are recorded
         self.failed = False  # to be recorded: no further try
         self._lock, self._said = threading.Lock(), set()  # type: tuple[Any, set[str]]
 
     def __call__(self, args: list) -> Sequence[Any]:
+        outputs = self._quick(args)
+        if outputs is None:
+            outputs = self._slow(args)
+        return outputs
+
+    def _slow(self, args: list) -> Sequence[Any]:
         if self.failed or RECORDER.is_busy() or not self._lock.acquire(blocking=False):  # another thread's turn
             return self._call(args)
         try:
-            found = self._find(args)
-            if found is None:
-                return self._call(args)
-            outputs = found(args)
+            outputs = self._replayed(args)
         finally:
             self._lock.release()
-        args.clear()  # as ``call`` does: what was saved for a backward is free
-        return outputs
+        return self._call(args) if outputs is None else outputs
 
-    def _find(self, args: list) -> Call | None:
-        """What runs this call; None: as without recordings."""
+    def _replayed(self, args: list) -> Sequence[Any] | None:
+        """What a recording returns for this call, maybe a new one; None: it is to run as without recordings."""
         key = (RECORDER.stream(self._device), *[args[i] for i in self._numbers])
         if self._dynamic:
             key += tuple(args[i].shape for i in self._tensors)
         recordings = self.recordings.get(key, ())
         for recording in recordings:
-            if recording.fits(args):
-                return recording.run
+            if (outputs := recording.run(args)) is not None:
+                self._quick = recording.quick or _none
+                return outputs
         number = self._calls.pop(key, 0)
         self._calls = dict([*self._calls.items()][-4 * SIGNATURES :]) | {key: number + 1}
         may = self._may_record(number, recordings, args)
         try:
             if number == 1 and self._given is not None:
-                return self._into  # loads its kernels
-            return self._new(key, args).run if may else None
+                call: Call | None = self._into  # loads its kernels
+            else:
+                call = self._new(key, args).run if may else None
         except Exception as e:  # it runs as it did
             self.failed = True
             logger("cuda_graphs").warning("%s is not recorded: %s", self._what, str(e).partition("\n")[0])
             return None
+        return call(args) if call is not None else None
 
     def _may_record(self, number: int, recordings: Sequence[Recording], args: list) -> bool:
         """Not in the first calls, and not before it is known which inputs move. ``number``: of earlier calls like it
@@ -300,7 +339,7 @@ class Recorded:
         if key[0] not in self._lanes:
             self._lanes[key[0]] = RECORDER.lane(self._device, shared)
         call, results = (self._with_results, self._results(args)) if shared else (self._call, [])
-        recording = Recording(call, args, copied, results, self._lanes[key[0]], shared)
+        recording = Recording(call, args, copied, results, self._lanes[key[0]], shared, self._dynamic)
         self.recordings.setdefault(key, []).append(recording)
         return recording
 
@@ -358,14 +397,25 @@ def _own(x: Any, args: list) -> torch.UntypedStorage | None:
     return x.untyped_storage() if isinstance(x, torch.Tensor) and _input_of(x, args) is None else None
 
 
-def _output(x: Any, args: list) -> Callable[[list], Any]:
-    """What makes an output of a call from the call's inputs. ``args``: those of the recorded call."""
+def _output(x: Any, args: list) -> Any:
+    """How an output of a call is made: a tensor, in whose memory it is; a number: that input; (value,); or a function
+    of the call's inputs. ``args``: those of the recorded call."""
     if not isinstance(x, torch.Tensor):
-        return lambda given: x
+        return (x,)
     i = _input_of(x, args)
     if i is None:
-        return lambda given: x.detach()
+        return x
     if x is args[i]:
-        return lambda given: given[i]
+        return i
     sizes, strides, further = x.shape, x.stride(), x.storage_offset() - args[i].storage_offset()
     return lambda given: given[i].as_strided(sizes, strides, given[i].storage_offset() + further)
+
+
+def _made(how: Any, args: list) -> Any:
+    if isinstance(how, torch.Tensor):
+        return how.detach()
+    return how[0] if isinstance(how, tuple) else args[how] if isinstance(how, int) else how(args)
+
+
+def _none(args: list) -> None:
+    return None

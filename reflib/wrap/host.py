@@ -215,6 +215,11 @@ def has_entries() -> bool:
     return hasattr(extension(), "entry") and bool(_entry_functions())
 
 
+def replays() -> Callable[..., Callable[[list], tuple | None]] | None:
+    """``replay`` of host_replay.c: makes a recorded call of cuda_graphs.py a callable. None without the extension."""
+    return getattr(extension(), "replay", None)
+
+
 def checks() -> Callable[[Sequence[Any], bytes, tuple], bool] | None:
     """``usual`` of host_entry.c, if ``has_entries``: is every tensor among the arguments plain memory, and none
     in the memory of one that is written to? A letter per argument: w, written to; r, read; -, whatever it is. The

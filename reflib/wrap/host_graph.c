@@ -375,6 +375,7 @@ fail:
 }
 
 #include "host_entry.c"
+#include "host_replay.c"
 
 /* Addresses of functions, into a structure of them; a tuple of none leaves it as it is. */
 static int fill_table(void *table, size_t size, PyObject *addresses) {
@@ -404,11 +405,13 @@ static PyObject *setup(PyObject *module, PyObject *args) {
 #define GRAPH_METHODS                                                                               \
     {"graph", make_graph, METH_VARARGS, "a compiled graph as a callable"},                          \
     {"entry", make_entry, METH_VARARGS, "the callable of a compiled program"},                      \
+    {"replay", make_replay, METH_VARARGS, "a recorded call as a callable"},                         \
     {"setup", setup, METH_VARARGS, "what all graphs share"},                                        \
     {"usual", (PyCFunction)(void (*)(void))usual, METH_FASTCALL, "are arguments in plain memory?"},
 
 static int graph_types(void) {
     graph_type = (PyTypeObject *)PyType_FromSpec(&graph_spec);
     entry_type = (PyTypeObject *)PyType_FromSpec(&entry_spec);
-    return graph_type && entry_type ? 0 : -1;
+    replay_type = (PyTypeObject *)PyType_FromSpec(&replay_spec);
+    return graph_type && entry_type && replay_type ? 0 : -1;
 }

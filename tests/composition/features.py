@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._higher_order_ops import map as each
 from torch._higher_order_ops import scan, while_loop
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import reflib
 from tests.checking import check
@@ -237,6 +238,18 @@ def attention(device: str, wrapper: str) -> None:
 
 
 # -- errors -----------------------------------------------------------------------------------------
+@feature
+def scores_and_masks_of_the_user(device: str, wrapper: str) -> None:
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 70, 70, device=device)
+
+    def f(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Any:
+        score = lambda s, b, h, i, j: torch.tanh(s / 20) * 20 + bias[i - j + 70]  # noqa: E731
+        return torch.relu(flex_attention(q, k, v, score, mask))
+
+    q, k, v = (randn(2, 3, 70, 16, device=device) for _ in range(3))
+    check(f, compiled(f, wrapper), q, k, v, randn(141, device=device), times=2)
+
+
 @feature
 def an_index_out_of_range(device: str, wrapper: str) -> None:
     f = lambda x, i: x[i] * 2  # noqa: E731

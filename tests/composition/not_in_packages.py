@@ -49,9 +49,15 @@ def one_graph(device: str) -> None:
         Packaged(f)(randn(5, device=device))
 
 
+def not_recorded(device: str) -> None:
+    with pytest.raises(OptionError, match="cuda_graphs=True records calls of the process that makes them: record"):
+        reflib.aot_compile(torch.relu, (randn(3, device=device),), NOWHERE, "native", cuda_graphs=True)
+
+
 NOT_IN_PACKAGES: dict[str, tuple[str, Callable[[str], None]]] = {
     "training": ("a package is for inference", without_gradients),
     "tuning_in_the_background": ("it goes on after a first call", refused_in_the_background),
+    "recorded_calls": ("a recording is of one process; its calls can be recorded", not_recorded),
     "graph_breaks": ("torch.export takes whole graphs; Dynamo alone can leave one to Python", one_graph),
 }
 

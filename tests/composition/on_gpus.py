@@ -217,10 +217,29 @@ def batched_products_with_a_bias(device: str, wrapper: str) -> None:
 
 @cuda_feature
 def kernels_of_the_user(device: str, wrapper: str) -> None:
-    """Launched in plain Triton: with neighbours, one that reads what another wrote, two outputs."""
+    """Launched in plain Triton: with neighbours, one that reads what another wrote, two outputs, in branches and loops,
+    and with configurations, which are measured."""
     from tests import user_kernels  # (needs Triton)
 
-    for name in ("plain", "chained", "both"):
+    for name in ("plain", "chained", "both", "branching", "summed"):
         fn, eager, args = user_kernels.cases()[name]
         args = [x.to(device) for x in args]
-        torch.testing.assert_close(compiled(fn, wrapper)(*args), eager(*args))
+        c = compiled(fn, wrapper, autotune="blocking" if name == "summed" else "off")
+        torch.testing.assert_close(c(*[x.clone() for x in args]), eager(*args), rtol=1e-4, atol=1e-4)
+
+
+@cuda_feature
+def recorded_calls(device: str, wrapper: str) -> None:
+    """``cuda_graphs=True``, with inputs that move and one that is written to."""
+
+    def f(x: Tensor, w: Tensor, cache: Tensor) -> Tensor:
+        y = torch.softmax(torch.relu(x @ w), -1)
+        cache.add_(y.sum(0))
+        return (y + cache).sum(-1)
+
+    c, w = compiled(f, wrapper, cuda_graphs=True), randn(64, 64, device=device)
+    mine, theirs = torch.zeros(64, device=device), torch.zeros(64, device=device)
+    for _ in range(8):
+        x = randn(32, 64, device=device)
+        torch.testing.assert_close(c(x, w, mine), f(x, w, theirs), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import reflib
-from reflib.wrap import cuda_graphs, graph_parts
+from reflib.wrap import cuda_graphs, graph_parts, host
 
 
 class OnCpu(cuda_graphs.Recorder):
@@ -20,6 +20,9 @@ class OnCpu(cuda_graphs.Recorder):
 
     def stream(self, device):
         return 0
+
+    def place(self, device):
+        return -1, 0
 
     def is_busy(self):
         return self.busy
@@ -65,7 +68,10 @@ def at(x):
 
 
 @pytest.fixture
-def recorder(monkeypatch):
+def recorder(monkeypatch, request):
+    """``without``: the C extension."""
+    if getattr(request, "param", "") == "without":
+        monkeypatch.setattr(host, "replays", lambda: None)
     one = OnCpu()
     monkeypatch.setattr(cuda_graphs, "RECORDER", one)
     return one
@@ -87,6 +93,7 @@ def test_replayed_once_it_is_known_what_moves(recorder):
     torch.testing.assert_close(f(x, w), layer(x, w))
 
 
+@pytest.mark.parametrize("recorder", ["", "without"], indirect=True)
 def test_what_was_returned_never_changes(recorder):
     """Tensors or views of them are held, in any order, and dropped again."""
     f, rng = reflib.compile(layer, cuda_graphs=True), random.Random(0)
@@ -103,6 +110,7 @@ def test_what_was_returned_never_changes(recorder):
     assert 1 < recorder.recorded <= cuda_graphs.RECORDINGS and recorder.replayed > 30
 
 
+@pytest.mark.parametrize("recorder", ["", "without"], indirect=True)
 def test_outputs_that_are_inputs_and_caches_that_are_written(recorder):
     def step(cache, v, x):
         cache[:, 1] = v
@@ -128,9 +136,74 @@ def test_an_input_that_is_returned_keeps_its_dtype():
     for args in ([x, bits], [bits, x]):
         given = [y.clone() for y in args]
         for out, want in ((bits, torch.int32), (bits[2:], torch.int32), (x, torch.float32), (x[:, 1], torch.float32)):
-            made = cuda_graphs._output(out, args)(given)
+            made = cuda_graphs._made(cuda_graphs._output(out, args), given)
             assert made.dtype == want and made.shape == out.shape
             assert torch.equal(made.view(torch.int32), out.view(torch.int32))
+
+
+def replay_of(kinds, wanted, args, launch=lambda: None, copy=None, outputs=(), counts=()):
+    addresses = tuple(x.data_ptr() if k == "f" else 0 for k, x in zip(kinds, args))
+    counted = cuda_graphs.use_count
+    return host.replays()(kinds.encode(), addresses, wanted, counted, counts, copy, launch, outputs, -1, 0)
+
+
+@pytest.mark.skipif(host.replays() is None, reason="no C extension")
+@pytest.mark.parametrize("seed", range(40))
+def test_a_replay_is_of_what_was_recorded(seed):
+    """Inputs of all kinds; one of them changed: nothing happens, and the list is as it was."""
+    rng, calls = random.Random(seed), []
+    kinds = "".join(rng.choice("fcn") for _ in range(rng.randrange(1, 9)))
+    args = [rng.randrange(9) if k == "n" else torch.randn(*(rng.randrange(1, 4) for _ in range(3))) for k in kinds]
+    wanted = tuple(x if k == "n" else (*x.shape, *x.stride()) for k, x in zip(kinds, args))
+    own, number, i = torch.randn(3, 4).t(), rng.randrange(len(kinds)), rng.randrange(len(kinds))
+    copy = (lambda given: calls.append(len(given))) if "c" in kinds else None
+    outputs = own, number, ("value",), lambda given: (given[number], 1)
+    run = replay_of(kinds, wanted, args, lambda: calls.append("launched"), copy, outputs)
+    x = args[i]
+    for other in {"n": [x, None], "f": [x, 1], "c": [torch.randn(5, 5, 5), torch.randn(0), None]}[kinds[i]]:
+        other = x + 1 if other is x else other  # (elsewhere)
+        given = [*args[:i], other, *args[i + 1 :]]
+        assert run(given) is None and len(given) == len(args) and not calls
+    assert run([*args, 1]) is None
+    given = list(args)
+    made, same, value, of_inputs = run(given)
+    assert not given and calls == [len(args)] * bool(copy) + ["launched"] and value == "value"
+    assert same is args[number] and of_inputs == (args[number], 1)
+    assert made is not own and made.data_ptr() == own.data_ptr() and made.stride() == own.stride()
+    assert torch.equal(made, own)
+
+
+@pytest.mark.skipif(host.replays() is None, reason="no C extension")
+def test_a_replay_is_not_entered_twice():
+    """By another thread while it is launched; an error in it is the caller's, and it can be called again."""
+    inner = []
+
+    def launch():
+        inner.append(run([x]))
+        if len(inner) == 2:
+            raise RuntimeError("a lost GPU")
+
+    x = torch.randn(3)
+    run = replay_of("f", (None,), [x], launch, outputs=(0,))
+    assert run([x]) == (x,) and inner == [None]
+    with pytest.raises(RuntimeError, match="a lost GPU"):
+        run([x])
+    assert run([x]) == (x,) and inner == [None] * 3
+
+
+@pytest.mark.skipif(host.replays() is None, reason="no C extension")
+def test_a_replay_waits_until_its_results_are_gone():
+    own = torch.randn(4)
+    storage = own.untyped_storage()
+    counts = ((storage._cdata, cuda_graphs.use_count(storage._cdata), storage),)
+    run = replay_of("", (), [], outputs=(own, (None,)), counts=counts)
+    held, _ = run([])
+    assert run([]) is None
+    view = held[1:]
+    del held
+    assert run([]) is None
+    del view
+    assert run([])[1] is None
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

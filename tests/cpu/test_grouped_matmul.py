@@ -150,6 +150,57 @@ def test_a_group_of_more_than_32_bits() -> None:
     interpreted("-c", FAR)
 
 
+DESCRIBED = """
+import random, torch, triton
+from reflib.lab.triton_child import complete_the_interpreter
+complete_the_interpreter()
+triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8))
+from reflib.lower.grouped_kernel import grouped_rows_described
+draw = random.Random(0)
+
+def some(*shape):
+    return (torch.randint(-4, 5, shape) / 2).bfloat16()
+
+for case in range(8):
+    m, n, k = (8 * draw.randrange(1, 9) for _ in range(3))
+    groups = draw.randrange(1, 6)
+    ends = sorted(draw.randrange(m + 1) for _ in range(groups))
+    a = some(m, k)
+    b = some(groups, k, n) if case % 2 else some(groups, n, k).mT
+    a[ends[-1]:] = float("nan")
+    starts = [0, *ends[:-1]]
+    want = torch.cat([a[i:j].float() @ b[g].float() for g, (i, j) in enumerate(zip(starts, ends))])
+    c = torch.zeros(m, n, dtype=torch.bfloat16)
+    grouped_rows_described[(3,)](
+        a, b, torch.tensor(ends, dtype=torch.int32), c, groups, m, n, k, k, *b.stride(), n, 1, B_ROWS=bool(case % 2),
+        GROUPS=1 << (groups - 1).bit_length(), MBLOCK=16, NBLOCK=32, KBLOCK=16,
+    )
+    got = c[: len(want)].float()
+    assert torch.allclose(got, want, rtol=2e-2, atol=1e-2), (case, ends, (got - want).abs().max())
+    assert not c[len(want):].any()
+"""
+
+
+def test_read_through_descriptors() -> None:
+    """Rows or columns of b in one piece, groups that are empty, and what lies behind the last group."""
+    interpreted("-c", DESCRIBED)
+
+
+def test_descriptors_are_for_aligned_matrices() -> None:
+    """Another address runs the default; columns in one piece and older GPUs have no such candidate."""
+
+    def found(args: tuple[Any, ...], target: str = "sm_90") -> list[Any]:
+        (choice,) = (n for n in stages(args, target).program.nodes if isinstance(n, Choice))
+        return [v for v in choice.variants if v.name.endswith(" tma")]
+
+    a, b, offs = CASES["rows"]()
+    assert not found((a, b, offs), "sm_80") and not found((some(48, 64).t(), b, offs))
+    variants = found((a, b, offs))
+    assert variants and all({x.what for x in v.predicate} == {"arg0_1", "arg1_1"} for v in variants)
+    assert not found(CASES["columns"]()) and not found(CASES["depth"]())
+    assert found(CASES["rows, columns of b"]())
+
+
 # -- code -------------------------------------------------------------------------------------------
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
@@ -169,7 +220,8 @@ def test_every_tiling_compiles(name: str, arch: str) -> None:
         for kernel in list(kernels.values())[:1]:  # (the others are its fallbacks)
             binary = compile_kernel(kernel, target)
             assert product in binary.ptx or " 16x" in v.name or " 32x" in v.name, "fewer rows than wgmma has"
-            assert "cp.async.cg.shared.global" in binary.ptx, v.name
+            copy = "cp.async.bulk.tensor" if v.name.endswith(" tma") else "cp.async.cg.shared.global"
+            assert copy in binary.ptx, v.name
             assert resources(binary)["stack"] <= 16 and binary.shared <= target.shared, v.name
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.composition import CUDA_FEATURES, FEATURES, WRAPPERS, run
 
 CELLS = [(name, wrapper) for name in (*FEATURES, *CUDA_FEATURES) for wrapper in WRAPPERS if wrapper != "exported"]
-EXPORTED = [pytest.param(name, "exported", marks=pytest.mark.slow) for name in (*FEATURES, "kernels_of_the_user")]
+EXPORTED = [pytest.param(name, "exported", marks=pytest.mark.slow) for name in (*FEATURES, *CUDA_FEATURES)]
 
 
 @pytest.mark.parametrize(("name", "wrapper"), [*CELLS, *EXPORTED])

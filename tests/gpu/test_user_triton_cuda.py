@@ -207,12 +207,7 @@ def test_a_candidate_that_launches() -> None:
 
 
 # -- packages, and the host's time ----------------------------------------------------------------------
-NOT_YET = pytest.mark.xfail(reason="wrong once, on torch 2.11; not on 2.13. What the export loses is an error by now")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=NOT_YET if n == "branching" else ()) for n in user_kernels.cases()]
-)
+@pytest.mark.parametrize("name", user_kernels.cases())
 def test_a_package(name: str, tmp_path: Path) -> None:
     if name.startswith("described") and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("TMA descriptors")
