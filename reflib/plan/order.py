@@ -32,6 +32,7 @@ from ..ir.loops import LoopNest
 from ..ir.program import Choice, Extern, Node, Program, Template, Variants, iter_views, walk
 from ..lower.symbols import Symbols
 from ..options import Options
+from ..timing import uncollected
 from .memory import made
 from .plan import STEPS, can_overwrite, escaping, is_kernel, steps_of
 from .steps import Branch
@@ -74,6 +75,7 @@ def ordered(s: Any) -> Program:
     return in_order(s.scheduled, owned(s))
 
 
+@uncollected()
 def in_order(program: Program, mine: Owned) -> Program:
     """``program`` in the best order. What follows the step that forms the peak is ordered by itself, too: of a gradient
     that step reads and frees, the caller may keep a reference, and of a result too, and then the peak is later."""
