@@ -69,7 +69,7 @@ def _product(cx: LoweringContext, target: Any, a: View, b: View, args: tuple[Vie
         if tiling is None:
             return padding.padded_product(cx, target, args, scale, padded)
         out = cx.out()
-        t = template(cx, low.next_node(), a, b, out, *args[:-2], **kwargs)
+        t = template(cx, low.next_node(), a, b, out, args[0] if len(args) == 3 else None, **kwargs)
         low.nodes.append(replace(t, tiling=tiling))
         return out
     value = extern(cx, target, args, scale, _PLAIN)
@@ -184,8 +184,8 @@ def float32_precision() -> str:
 
 # -- the template -----------------------------------------------------------------------------------
 def template(
-    cx: LoweringContext, name: str, a: View, b: View, out: View, bias: View | None = None, alpha: Any = 1,
-    beta: Any = 1, scales: Sequence[View] = (),
+    cx: LoweringContext, name: str, a: View, b: View, out: View, bias: View | None, alpha: Any = 1, beta: Any = 1,
+    scales: Sequence[View] = (),
 ) -> Template:  # fmt: skip
     """alpha * a @ b * scales + beta * bias into ``out``, with scales and bias broadcast. Assumes that
     ``templates_can_read`` all."""
