@@ -79,20 +79,27 @@ def interleave(
     """
     names = list(samplers)
     found: dict[K, list[float]] = {name: [] for name in names}
-    collecting = gc.isenabled()
-    gc.disable()
     start = time.perf_counter()
-    try:
+    with uncollected():
         for turn in range(rounds):
             if turn >= least and time.perf_counter() - start > budget_s:
                 break
             first = turn % max(1, len(names))
             for name in names[first:] + names[:first]:
                 found[name].append(samplers[name]())
+    return {name: tuple(seconds) for name, seconds in found.items()}
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection meanwhile: it looks at every object of the process again and again."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if collecting:
             gc.enable()
-    return {name: tuple(seconds) for name, seconds in found.items()}
 
 
 def calls_for(seconds: float, target: float, unit: int = 1) -> int:

@@ -65,7 +65,13 @@ def _product(cx: LoweringContext, target: Any, a: View, b: View, args: tuple[Vie
     tensor_cores = gpu and (cx.dtype in HALVES or float32_precision() == "tf32")
     padded = padding.padded_sizes(cx, a, b, args[0] if len(args) == 3 else None) if tensor_cores else None
     if padded is not None and low.options.autotune == "off":
-        return padding.padded_product(cx, target, args, scale, padded)
+        tiling = padding.in_place(cx, a, b, padded) if templates_can_read(cx, args, kwargs) else None
+        if tiling is None:
+            return padding.padded_product(cx, target, args, scale, padded)
+        out = cx.out()
+        t = template(cx, low.next_node(), a, b, out, args[0] if len(args) == 3 else None, **kwargs)
+        low.nodes.append(replace(t, tiling=tiling))
+        return out
     value = extern(cx, target, args, scale, _PLAIN)
     default = low.nodes.pop()
     assert isinstance(default, Extern)

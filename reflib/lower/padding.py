@@ -29,8 +29,8 @@ import torch.nn.functional as F
 
 from reflib.ir.expr import Expr, expr
 from reflib.ir.loops import LoopNest
-from reflib.ir.program import Extern, Variant, View
-from reflib.target import parse_target
+from reflib.ir.program import Extern, Tiling, Variant, View
+from reflib.target import device_target, parse_target
 
 from .body import NestBuilder, Value, nest
 from .candidates import Failed, arguments, variants
@@ -46,6 +46,8 @@ SLOWER = {1: 4, 2: 3, 4: 3}  # how many times, by the elements of which all size
 BALANCE = 170  # operations while a byte is moved: 650 TFLOP/s and 3.8 TB/s, as reached on an H200
 LONG = 32  # times 16: rows of an operand that make a few more of them a small part
 LAUNCHES = 4e9  # operations while two or three more kernels are launched
+IN_PLACE = Tiling("persistent", 128, 256, 64, 8, 3)  # of nine the fastest, for each of four products (see above)
+IN_PLACE_SHARED = 180 << 10  # bytes of shared memory that it takes
 
 
 # -- when -------------------------------------------------------------------------------------------
@@ -70,6 +72,30 @@ def padded_sizes(cx: LoweringContext, a: View, b: View, bias: View | None) -> Si
     lost = 2 * m * n * k * (SLOWER[align] - 1)
     cost = BALANCE * 2 * copied * a.dtype.itemsize
     return sizes if math.prod(batch) * (lost - cost) > LAUNCHES else None
+
+
+def in_place(cx: LoweringContext, a: View, b: View, sizes: Sizes) -> Tiling | None:
+    """For a product that ``padded_sizes`` has ``sizes`` for: how our own kernel writes its result; None if it had
+    better be padded."""
+    step, named = BYTES // a.dtype.itemsize, cx.low.options.target
+    rows_alone = len(a.shape) == 2 and math.gcd(step, *_multiples(a), *_multiples(b)) == step
+    if a.dtype.itemsize != 2 or not rows_alone or sizes[0] < IN_PLACE.m or not _is_returned(cx.node):
+        return None
+    target = device_target(cx.device.type, cx.device.index or 0) if named is None else parse_target(named)
+    return IN_PLACE if target.capability >= 90 and target.shared >= IN_PLACE_SHARED else None
+
+
+def _is_returned(node: Any) -> bool:
+    """Does the graph return it, or a view of it, or what is computed of each of its elements?"""
+    return any(u.op == "output" or _is_pointwise(u.target) and _is_returned(u) for u in node.users)
+
+
+def _is_pointwise(target: Any) -> bool:
+    if target in (torch.ops.aten._to_copy.default, torch.ops.aten._unsafe_view.default):
+        return True
+    schema = getattr(target, "_schema", None)
+    is_view = schema is not None and any(r.alias_info is not None for r in schema.returns)
+    return is_view or torch.Tag.pointwise in getattr(target, "tags", ())
 
 
 def _on_cuda(cx: LoweringContext) -> bool:

@@ -7,6 +7,7 @@ bounded, by a number of nodes looked at that grows with the program (``_LOOKS``)
 * No order can have less than the largest node needs for itself, nor less than the outputs together (``Order.least``).
 * Greedily: of the nodes that may run, the one that frees most; where none frees, the one that allocates least, or the
   one that is first in the given order.
+* As given, but what makes more than it frees just before the first node that needs it and does not.
 * Depth first, only orders below the best peak so far, no set of finished nodes twice. A node that frees at least what
   it allocates, and fits, is run without alternatives: whatever order follows, it would be no worse with the node moved
   to its front. Where the search ends before its bound, the best order found is the best there is.
@@ -32,6 +33,7 @@ from ..ir.loops import LoopNest
 from ..ir.program import Choice, Extern, Node, Program, Template, Variants, iter_views, walk
 from ..lower.symbols import Symbols
 from ..options import Options
+from ..timing import uncollected
 from .memory import made
 from .plan import STEPS, can_overwrite, escaping, is_kernel, steps_of
 from .steps import Branch
@@ -74,6 +76,7 @@ def ordered(s: Any) -> Program:
     return in_order(s.scheduled, owned(s))
 
 
+@uncollected()
 def in_order(program: Program, mine: Owned) -> Program:
     """``program`` in the best order. What follows the step that forms the peak is ordered by itself, too: of a gradient
     that step reads and frees, the caller may keep a reference, and of a result too, and then the peak is later."""
@@ -121,9 +124,9 @@ def _best(m: "Lifetimes") -> Order:
     before = peak = m.peak(given)
     orders, whole = [(peak, given)], False  # each needs less than the one before it
     if peak > m.least:
-        for greedy in (m.greedy(), m.greedy(patient=True)):
-            if (now := m.peak(greedy)) < peak:
-                orders.append((peak := now, greedy))
+        for other in (m.greedy(), m.greedy(patient=True), m.late()):
+            if (now := m.peak(other)) < peak:
+                orders.append((peak := now, other))
         looks = _LOOKS[0] + _LOOKS[1] * len(given)
         while peak > m.least and not whole:
             found, looks = m.below(peak, looks)
@@ -269,6 +272,24 @@ class Lifetimes:
             for j in (*changed, *self.after[i]):
                 if j < self.n and not self.waiting[j] and j not in out:
                     heapq.heappush(ready, (cost(j), j))
+        return tuple(out)
+
+    def late(self) -> tuple[int, ...]:
+        """As given, but what makes more than it frees waits until something else needs it."""
+        self.reset()
+        wait = set()
+        for i in range(self.n):
+            if self.score[i] > 0:
+                wait.add(i)
+            self.run(i)
+        out: dict[int, None] = {}
+        for i in (*(i for i in range(self.n) if i not in wait), *sorted(wait)):
+            stack = [i]
+            while stack:
+                earlier = [j for j in self.before[stack[-1]] if j not in out]
+                if not earlier:
+                    out[stack.pop()] = None
+                stack += sorted(earlier, reverse=True)
         return tuple(out)
 
     def below(self, limit: int, looks: int) -> tuple[tuple[int, ...] | None, int]:

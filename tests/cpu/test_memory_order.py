@@ -115,6 +115,29 @@ def test_patience_frees_first_and_allocates_as_given():
         assert {Lifetimes(p, {}).greedy(patient) for patient in (False, True)} <= legal
 
 
+def test_what_is_made_early_waits_until_it_is_needed():
+    """Tables for each layer, made from little, all before the first layer: more of them than the search tries orders
+    of. As far as greed goes a table is cheaper than the layer's own result, which frees most afterwards."""
+    r = random.Random(7)
+    layers, wide, table = r.randint(12, 16), r.randint(3000, 4000), r.randint(600, 800)
+    nodes, sizes = [], {"x": 64}
+    for i in range(layers):
+        nodes += [node(f"s{i}", ["x"], f"s{i}", 8), node(f"t{i}", [f"s{i}"], f"t{i}", 64)]
+        sizes |= {f"s{i}": 64, f"t{i}": table}
+    for i in range(layers):
+        last = f"h{i - 1}" if i else "x"
+        nodes += [node(f"a{i}", [last, f"t{i}"], f"a{i}", 64), node(f"b{i}", [last, f"t{i}"], f"b{i}", 64)]
+        nodes.append(node(f"h{i}", [f"a{i}", f"b{i}"], f"h{i}", 64))
+        sizes |= {f"a{i}": wide, f"b{i}": wide, f"h{i}": 64}
+    p = program(nodes, [buffer(b, "input" if b == "x" else "temp", n=n) for b, n in sizes.items()], [f"h{layers - 1}"])
+    m = Lifetimes(p, {})
+    assert m.peak(m.late()) == 4 * (2 * wide + table + 64) == search(p).peak
+    assert min(m.peak(m.greedy(patient)) for patient in (False, True)) > m.peak(m.late()) + 4 * 4 * table
+    for seed in range(10):
+        q = random_program(seed, 6)
+        assert Lifetimes(q, {}).late() in set(legal_orders(q))
+
+
 def test_nothing_passes_what_is_waited_for():
     item = Extern("e", torch.ops.aten.bernoulli.default, (full_view(buffer("x")),), (), ("m",), effect=True)
     nodes = [neg("k0", "x", "a"), item, neg("k1", "a", "b")]

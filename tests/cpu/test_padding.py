@@ -1,15 +1,17 @@
 """Products of padded operands: eager's values and strides, aligned operands, and only where it pays."""
 
+import functools
 import itertools
 import math
 import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import reflib
 from reflib.ir.interpret import interpret
-from reflib.ir.program import Extern, Program
+from reflib.ir.program import Extern, Program, Template
 from reflib.lower import matmul, padding
 from reflib.lower.context import LoweringContext
 from tests.choices import GPU, choices, program_of, with_variant
@@ -144,27 +146,60 @@ def test_a_copy_fuses_with_what_makes_the_operand() -> None:
     assert kernels and all(f"{made}_ptr" in source for source in kernels)
 
 
-# m, n, k, options, does it pay?
+# m, n, k, target, what becomes of its logarithms of sums, and of the product itself if that is returned?
 SIZES = {
-    "bert's vocabulary": (2048, 30522, 768, {}, True),
-    "whisper's": (512, 51865, 384, {}, True),
-    "a long odd K": (2048, 768, 30522, {}, True),
-    "aligned": (2048, 30528, 768, {}, False),
-    "one token": (1, 30522, 768, {}, False),
-    "few operations per byte": (65536, 30, 30, {}, False),
-    "small": (256, 257, 256, {}, False),
-    "another maker's GPU": (2048, 30522, 768, {"target": "gfx942"}, False),
-    "a CPU": (2048, 30522, 768, {"target": "cpu"}, False),
+    "bert's vocabulary": (2048, 30522, 768, "sm_90", "padded", "in place"),
+    "whisper's": (512, 51865, 384, "sm_90", "padded", "in place"),
+    "an older GPU": (512, 51865, 384, "sm_80", "padded", "padded"),
+    "little shared memory": (512, 51865, 384, "sm_120", "padded", "padded"),
+    "a long odd K": (2048, 768, 30522, "sm_90", "padded", "padded"),
+    "an odd K too": (2048, 30522, 777, "sm_90", "padded", "padded"),
+    "aligned": (2048, 30528, 768, "sm_90", "", ""),
+    "one token": (1, 30522, 768, "sm_90", "", ""),
+    "few operations per byte": (65536, 30, 30, "sm_90", "", ""),
+    "small": (256, 257, 256, "sm_90", "", ""),
+    "another maker's GPU": (2048, 30522, 768, "gfx942", "", ""),
+    "a CPU": (2048, 30522, 768, "cpu", "", ""),
 }
+
+
+def how(program: Program) -> str:
+    chosen = any(isinstance(n, Template) and n.tiling is not None for n in program.nodes)
+    return "in place" if chosen else "padded" if is_padded(program) else ""
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_when(name: str) -> None:
-    m, n, k, options, pays = SIZES[name]
+    m, n, k, target, summed, returned = SIZES[name]
+    options = GPU.but(target=target)
     with torch._subclasses.FakeTensorMode():
         x, w, b = (torch.empty(s, dtype=torch.bfloat16) for s in ((m, k), (n, k), (n,)))
-        program = program_of(torch.nn.functional.linear, x, w, b, mode="real", options=GPU.but(**options))
-        assert is_padded(program) == pays
+        sums = program_of(lambda *args: F.linear(*args).logsumexp(1), x, w, b, mode="real", options=options)
+        assert how(sums) == summed
+        x = x.unflatten(0, (-1, 1))
+        for fn in (F.linear, lambda *args: F.linear(*args).float() * 0.5):
+            assert how(program_of(fn, x, w, b, mode="real", options=options)) == returned
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("op", ["mm", "addmm"])
+def test_rows_that_are_none_are_written_in_place(op: str) -> None:
+    """The values and strides of eager; memory for one result, and for what describes the operands to TMA."""
+    rng = random.Random(op)
+    for _ in range(3):
+        m, n, k = 8 * rng.randint(16, 20), 2 * rng.randint(130, 300) + 1, 8 * rng.randint(2, 6)
+        a, b = (torch.randint(-3, 4, s).bfloat16() for s in ((m, k), (n, k)))
+        a = rng.choice([a, a.t().contiguous().t()])  # by rows or by columns
+        args, scale = [a, b.t()], {}
+        if op == "addmm":
+            args.insert(0, torch.randint(-3, 4, rng.choice([(n,), (m, n), (m, 1)])).bfloat16())
+            scale = {"alpha": rng.choice([1, 2]), "beta": rng.choice([0, 1, 3])}
+        program = check(functools.partial(OPS[op], **scale), args)
+        assert how(program) == "in place"
+        e = reflib.explain(lambda *args, scale=scale: OPS[op](*args, **scale), *args, target="sm_90")
+        (kernel,) = e.kernels
+        assert "make_tensor_descriptor" in kernel.source and not e.stages.scheduled.buffers.keys() & {"padded"}
+        assert e.memory.peak_bytes <= 2 * m * n + 256 * 132
 
 
 def test_what_a_kernel_makes_is_padded_for_nothing() -> None:

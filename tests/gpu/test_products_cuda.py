@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from reflib.lower.padding import IN_PLACE_SHARED
+from reflib.target import device_target
 from tests.checking import check
 from tests.semantics import Compiled
 
@@ -29,7 +31,7 @@ def microseconds(fn, *args) -> float:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_odd_vocabularies(seed: int) -> None:
-    """Forward and backward by padded products, as exact as eager."""
+    """Forward in place, where a GPU has memory for that, else and backward by padded products; as exact as eager."""
     rng = random.Random(seed)
     tokens, width, vocabulary = rng.choice([512, 1000, 2048]), 64 * rng.randint(6, 16), rng.randint(20000, 50000) | 1
     x, w = (torch.randn(s, device="cuda", dtype=BF16) * 0.3 for s in ((tokens, width), (vocabulary, width)))
@@ -38,7 +40,9 @@ def test_odd_vocabularies(seed: int) -> None:
     compiled = Compiled(F.linear)
     check(F.linear, compiled, *args, backward=True)
     padded = [n for n in compiled.externs if "padded" in n.reason]
-    assert len(padded) == 3, "the result, and the gradients of x and of w"
+    target = device_target("cuda")
+    in_place = target.capability >= 90 and target.shared >= IN_PLACE_SHARED
+    assert len(padded) == 3 - in_place, "the result, and the gradients of x and of w"
 
 
 @pytest.mark.alone
