@@ -190,7 +190,7 @@ def test_the_results_begin_with_what_was_timed_together() -> None:
     rows = [
         row("reflib", 10.0), row("TorchInductor", 20.0), row("eager", 5.0),
         row("reflib, C++", 10.0, clock="wall"), row("TorchInductor, C++", 8.0, clock="wall"),
-        row("reflib", 10.0, at={"n": 2}), row("TorchInductor", None, at={"n": 2}, status="crashed"),
+        row("reflib", 10.0, at={"n": 2}), row("TorchInductor", None, at={"n": 2}, status="crashed", clock="auto"),
         row("reflib", 10.0, at={"n": 3}), row("TorchInductor", 10.2, at={"n": 3}),
         row("TorchInductor", 1.0, at={"n": 4}), row("reflib", 1.0, at={"n": 5}),
     ]  # fmt: skip
