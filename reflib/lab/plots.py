@@ -231,7 +231,9 @@ def bars(
 
 
 def _floor_line(ax: Axes, floor: float) -> None:
-    """The limit, as a dotted line with its name below the bars."""
+    """The limit, as a dotted line with its name below the bars, where there is room for it."""
+    low, high = ax.get_ylim()
+    ax.set_ylim(low + 0.45, high)
     if ax.get_xscale() == "linear":
         ax.set_xlim(0, max(ax.get_xlim()[1], floor * 1.25))
     ax.axvline(floor, color=INK, linewidth=1.2, linestyle=(0, (1, 2)))
