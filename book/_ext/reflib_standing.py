@@ -9,7 +9,7 @@ import html
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from reflib_claims import CLAIM
 from reflib_pages import chapters, html_table, recordings
 
 EQUAL = 1.05  # two times that differ by less are told as equal
-PEER = "TorchInductor"
+PEER, PACKAGER = "TorchInductor", "AOTInductor"  # the packager's calls are compared with the first of reflib's
 TUNED = "reflib, tuned"  # what TorchInductor's max-autotune is compared with, where it was measured
 COLOURS = {"eager": "#0072b2", PEER: "#d55e00", "reflib": "#009e73"}  # as in the chapters' figures
 
@@ -53,16 +53,19 @@ def pairs(slug: str, rows: list[dict[str, Any]]) -> Iterator[Pair]:
                 place = next((p for p in places if (p[0], p[3]) == (place[0], at)), place)
             places.setdefault(place, {}).setdefault(row["case"], row)
     for (name, clock, _, at), cases in places.items():
-        for case in [c for c in cases if c.startswith(PEER)]:
+        for case in [c for c in cases if c.startswith((PEER, PACKAGER))]:
             more = case.removeprefix(PEER)
-            mine = next((cases[c] for c in partners(more) if c in cases), None)
+            mine = next((cases[c] for c in partners(more, cases) if c in cases), None)
             if mine is not None and mine["value"]:
-                what = ", ".join(filter(None, (name + ("" if "autotune" in more else more), at)))
+                more = "" if "autotune" in more else f", {more}" if more == case else more
+                what = ", ".join(filter(None, (name + more, at)))
                 what += f" (clock {clock})" if clock != "graph" else ""
                 yield Pair(slug, what, mine["value"], cases[case]["value"], cases[case].get("status", "ok"))
 
 
-def partners(more: str) -> tuple[str, ...]:
+def partners(more: str, cases: Iterable[str]) -> tuple[str, ...]:
+    if more.startswith(PACKAGER):
+        return tuple(c for c in cases if c.startswith("reflib"))[:1]
     return (TUNED, "reflib") if more == " max-autotune" else ("reflib" + more,)
 
 
