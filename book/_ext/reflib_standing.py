@@ -9,7 +9,7 @@ import html
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from reflib_claims import CLAIM
 from reflib_pages import chapters, html_table, recordings
 
 EQUAL = 1.05  # two times that differ by less are told as equal
-PEER = "TorchInductor"
+PEER, PACKAGER = "TorchInductor", "AOTInductor"  # the packager's calls are compared with the first of reflib's
 TUNED = "reflib, tuned"  # what TorchInductor's max-autotune is compared with, where it was measured
 COLOURS = {"eager": "#0072b2", PEER: "#d55e00", "reflib": "#009e73"}  # as in the chapters' figures
 
@@ -42,24 +42,30 @@ Found = tuple[str, list[Pair], list[dict[str, Any]]]  # a recording: its chapter
 
 
 def pairs(slug: str, rows: list[dict[str, Any]]) -> Iterator[Pair]:
-    """Of a recording: reflib's times with the peer's of the same name, clock, cache and place of a sweep."""
+    """Of a recording: reflib's times with the peer's of the same name, clock, cache and place of a sweep. A peer that
+    has no time, and so no clock, is compared in the first of these where reflib has one."""
     places: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row["value"] is None):
         if row["metric"] == "time":
             at = ", ".join(f"{k} {v}" for k, v in row.get("at", {}).items())
             place = row.get("name", ""), row.get("clock", ""), row.get("cache", ""), at
+            if row["value"] is None:
+                place = next((p for p in places if (p[0], p[3]) == (place[0], at)), place)
             places.setdefault(place, {}).setdefault(row["case"], row)
     for (name, clock, _, at), cases in places.items():
-        for case in [c for c in cases if c.startswith(PEER)]:
+        for case in [c for c in cases if c.startswith((PEER, PACKAGER))]:
             more = case.removeprefix(PEER)
-            mine = next((cases[c] for c in partners(more) if c in cases), None)
+            mine = next((cases[c] for c in partners(more, cases) if c in cases), None)
             if mine is not None and mine["value"]:
-                what = ", ".join(filter(None, (name + ("" if "autotune" in more else more), at)))
+                more = "" if "autotune" in more else f", {more}" if more == case else more
+                what = ", ".join(filter(None, (name + more, at)))
                 what += f" (clock {clock})" if clock != "graph" else ""
                 yield Pair(slug, what, mine["value"], cases[case]["value"], cases[case].get("status", "ok"))
 
 
-def partners(more: str) -> tuple[str, ...]:
+def partners(more: str, cases: Iterable[str]) -> tuple[str, ...]:
+    if more.startswith(PACKAGER):
+        return tuple(c for c in cases if c.startswith("reflib"))[:1]
     return (TUNED, "reflib") if more == " max-autotune" else ("reflib" + more,)
 
 
@@ -93,16 +99,18 @@ def told(root: Path, device: str, found: list[Found]) -> str:
     )
     lost = sorted((p for p in timed if p.ratio < 1 / EQUAL), key=lambda p: p.ratio)
     lines = [
-        [known[p.chapter].title if p.chapter in known else p.chapter, p.what, *microseconds(p), f"{p.ratio:.2f}"]
-        for p in lost
+        [known[p.chapter].title if p.chapter in known else p.chapter, p.what, *microseconds(p)]
+        for p in (*lost, *(p for p in everything if not p.theirs))
     ]
     lost_heads = ("chapter", "what", "reflib, µs", "TorchInductor, µs", "TorchInductor's over reflib's")
     table = html_table(lost_heads, lines, escape=True)
-    return text + (f"\n\nThe losses, the largest first:\n\n{table}" if lines else "")
+    said = "The losses, the largest first; then what has no time to compare:"
+    return f"{text}\n\n{said}\n\n{table}" if lines else text
 
 
 def microseconds(p: Pair) -> list[str]:
-    return [f"{us:,.0f}" if us >= 1000 else f"{us:.4g}" for us in (p.mine, p.theirs or math.nan)]
+    mine, theirs = (f"{us:,.0f}" if us >= 1000 else f"{us:.4g}" for us in (p.mine, p.theirs or 0.0))
+    return [mine, theirs, f"{p.ratio:.2f}"] if p.theirs else [mine, p.status, ""]
 
 
 def counts(some: list[Pair]) -> list[str]:

@@ -64,7 +64,7 @@ def roofline_plot(
 ) -> Picture:
     """Plot the two ceilings of a device and kernels below them.
 
-    `points` maps a label to (FLOPs per byte, TFLOP/s reached).
+    `points` maps a label to (FLOPs per byte, TFLOP/s reached). The legend says what share of its limit each reaches.
     """
     xs = [p[0] for p in points.values()] + [roof.ridge]
     low, high = min(xs) / 4, max(xs) * 8
@@ -81,10 +81,8 @@ def roofline_plot(
                 color=look["color"],
                 linestyle="none",
                 markersize=9,
-                label=label,
+                label=f"{label}, {y / roof.limit(x):.0%}",
             )
-            share = y / roof.limit(x)
-            note(ax, f"{share:.0%}", (x, y), (7, -12))
         ax.xaxis.set_major_formatter(PLAIN)
         ax.set_xlabel("arithmetic intensity, FLOPs per byte")
         ax.set_ylabel("TFLOP/s")

@@ -177,9 +177,9 @@ def _is_late(folder: Path, begin: float, timeout_s: float) -> bool:
 def turn() -> None:
     """In a child of `run_all`: wait until those before it have ended. In others, and the second time, nothing."""
     folder, parent = Path(sys.argv[1]), os.getppid()
-    if not json.loads((folder / "job.json").read_text(encoding="utf-8")).get("in turn"):
+    if (folder / "go").exists() or not json.loads((folder / "job.json").read_text(encoding="utf-8")).get("in turn"):
         return
-    (folder / "ready").touch()
+    (folder / "ready").touch()  # once: from when to when it waited is not counted (`_is_late`)
     while not (folder / "go").exists():
         if os.getppid() != parent:
             raise SystemExit("the parent has ended")

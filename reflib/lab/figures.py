@@ -128,12 +128,13 @@ class Picture:
 
     def _repr_html_(self) -> str:
         data = base64.b64encode(self.svg.encode()).decode()
+        words = re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(self.caption))
         return (
             '<figure style="margin:1em 0;padding:6px;background:#fff;border-radius:6px">'
             f'<img class="dark-light" width="640" alt="{html.escape(self.alt, quote=True)}" '
             'style="width:100%;max-width:44rem;height:auto;background:#fff" '
             f'src="data:image/svg+xml;base64,{data}">'
-            f'<figcaption style="color:#444">{html.escape(self.caption)}</figcaption></figure>'
+            f'<figcaption style="color:#444">{words}</figcaption></figure>'
         )
 
 

@@ -39,9 +39,11 @@ def trade(
                     shift, side = ((-4, -14), "right") if below else ((4, 6), "left")
                     note(ax, label, (x, y), shift, ha=side, color=look["color"])
             ax.margins(0.12)
-            ax.set_xlim(left=0)
-            ax.set_ylim(bottom=0)
+            places = [p for points in found.values() for p in points]
+            ax.set_xlim(left=0.85 * min(x for _, x, _ in places))
+            ax.set_ylim(bottom=0.85 * min(y for *_, y in places))
             if floor and not name.endswith(RECORDED):
+                ax.set_ylim(bottom=min(0.9 * floor[1] / 1e3, ax.get_ylim()[0]))
                 ax.axhline(floor[1] / 1e3, color=INK, linewidth=1, linestyle=(0, (1, 2)))
                 note(ax, floor[0], (0.01, floor[1] / 1e3), (0, 3), xycoords=("axes fraction", "data"))
             ax.set_ylabel("ms per step")

@@ -153,7 +153,7 @@ def _notes(ax: Axes, levels: Mapping[str, float], marks: Mapping[str, float]) ->
         note(ax, label, (0.99, level), (0, 2), xycoords=("axes fraction", "data"), va="bottom", ha="right")
     for label, place in marks.items():
         ax.axvline(place, color=QUIET, linewidth=1, linestyle=(0, (4, 3)))
-        note(ax, label, (place, 0.98), (3, 0), xycoords=("data", "axes fraction"), va="top", rotation=90)
+        note(ax, label, (place, 0.02), (3, 0), xycoords=("data", "axes fraction"), va="bottom", rotation=90)
 
 
 def short_bytes(size: float) -> str:
@@ -231,7 +231,9 @@ def bars(
 
 
 def _floor_line(ax: Axes, floor: float) -> None:
-    """The limit, as a dotted line with its name below the bars."""
+    """The limit, as a dotted line with its name below the bars, where there is room for it."""
+    low, high = ax.get_ylim()
+    ax.set_ylim(low + 0.45, high)
     if ax.get_xscale() == "linear":
         ax.set_xlim(0, max(ax.get_xlim()[1], floor * 1.25))
     ax.axvline(floor, color=INK, linewidth=1.2, linestyle=(0, (1, 2)))
@@ -264,10 +266,12 @@ def _bar_panel(ax: Axes, panel: Rows, cases: list[str], log: bool) -> None:
     ax.grid(visible=False, axis="y")
     if log:
         ax.set_xscale("log")
+        ax.set_xlim(min(row.value for row in panel if row.value) / 2, top * 2)
+        plain_log(ax, "x")
     else:
         ax.set_xlim(0, top * 1.25)
         ax.xaxis.set_major_locator(MaxNLocator(5))
-    ax.xaxis.set_major_formatter(PLAIN)
+        ax.xaxis.set_major_formatter(PLAIN)
 
 
 def _bar_names(panel: Rows) -> list[str]:

@@ -190,15 +190,17 @@ def test_the_results_begin_with_what_was_timed_together() -> None:
     rows = [
         row("reflib", 10.0), row("TorchInductor", 20.0), row("eager", 5.0),
         row("reflib, C++", 10.0, clock="wall"), row("TorchInductor, C++", 8.0, clock="wall"),
-        row("reflib", 10.0, at={"n": 2}), row("TorchInductor", None, at={"n": 2}, status="crashed"),
+        row("reflib", 10.0, at={"n": 2}), row("TorchInductor", None, at={"n": 2}, status="crashed", clock="auto"),
         row("reflib", 10.0, at={"n": 3}), row("TorchInductor", 10.2, at={"n": 3}),
         row("TorchInductor", 1.0, at={"n": 4}), row("reflib", 1.0, at={"n": 5}),
+        row("reflib, file", 3.0, name="b"), row("AOTInductor, GPU", None, name="b", status="crashed", clock=""),
     ]  # fmt: skip
     found = list(standing.pairs("chapter", rows))
     assert [(p.what, p.theirs) for p in found] == [
-        ("a", 20.0), ("a, C++ (clock wall)", 8.0), ("a, n 2", None), ("a, n 3", 10.2)
+        ("a", 20.0), ("a, C++ (clock wall)", 8.0), ("a, n 2", None), ("a, n 3", 10.2),
+        ("b, AOTInductor, GPU", None),
     ]  # fmt: skip
-    assert standing.counts(found) == ["1", "1", "1", "1"]  # faster, equal, slower, no number
+    assert standing.counts(found) == ["1", "1", "1", "2"]  # faster, equal, slower, no number
 
 
 def test_a_floor_is_bytes_operations_or_the_device_alone() -> None:

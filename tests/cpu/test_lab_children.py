@@ -21,7 +21,7 @@ def tasks(job):
         began = time.time()
         time.sleep(job["after"])
         return {"began": began, "ended": time.time()}
-    return [one]
+    return [one] * job.get("tasks", 1)
 
 if __name__ == "__main__":
     serve(tasks)
@@ -49,6 +49,12 @@ def test_what_waits_is_not_late_and_what_hangs_is(child: str) -> None:
     jobs = [{"before": 0, "after": 100}, {"before": 0, "after": 0}]
     (none, why), (results, _) = children.run_all(child, jobs, {}, 3)
     assert not none and why.status == "timed out" and len(results) == 1, "it waited 3 s, which do not count"
+
+
+def test_a_second_task_does_not_count_the_waiting_before_the_first(child: str) -> None:
+    jobs = [{"before": 0, "after": 2.5}, {"before": 0, "after": 0.4, "tasks": 3}]
+    _, (results, why) = children.run_all(child, jobs, {}, 3)
+    assert len(results) == 3 and why.status == "crashed", why
 
 
 def test_an_interrupt_ends_them(child: str, monkeypatch: pytest.MonkeyPatch) -> None:
