@@ -351,7 +351,7 @@ def _repeated(loops: LoopNest) -> tuple[int, int]:
     which the readers of a window share one."""
     level = [varying(loops.body, [a.var]) for a in loops.axes if a.size != 1]
     own = [s for i, s in enumerate(loops.body) if not isinstance(s, (Const, Store)) and all(x[i] for x in level)]
-    return sum(map(_weight, own)), len(own)
+    return sum(map(weight, own)), len(own)
 
 
 def _stored(p: Producer, work: _Work) -> bool:
@@ -369,10 +369,10 @@ def _stored(p: Producer, work: _Work) -> bool:
 
 def work_of(loops: LoopNest) -> int:
     """Instructions per point."""
-    return sum(map(_weight, loops.body))
+    return sum(map(weight, loops.body))
 
 
-def _weight(s: Stmt) -> int:
+def weight(s: Stmt) -> int:
     if isinstance(s, Op):
         return INSTRUCTIONS.get(s.op, 1)
     if isinstance(s, Load):
