@@ -171,7 +171,7 @@ def _inline_into(loops: LoopNest, position: int, work: _Work) -> LoopNest:
         for p in _forms(name, position, work):
             if not _should_inline(loops, position, p, work):
                 continue
-            inlined = _replaced(loops, p, gpu=work.gpu)
+            inlined = replaced(loops, p, gpu=work.gpu)
             length = _longest(inlined)
             if length > max(MAX_TEXT, longest) or len(inlined.body) > MAX_BODY:
                 continue
@@ -228,7 +228,7 @@ def _whole(p: Producer, work: _Work) -> tuple[Producer, list[Producer]]:
                 parts[read] = q
                 size += len(q.loops.body)
                 todo += [n for n in q.loops.reads() if n in work.near[q.position]]
-        loops = _replaced(p.loops, *parts.values(), gpu=work.gpu) if parts else p.loops
+        loops = replaced(p.loops, *parts.values(), gpu=work.gpu) if parts else p.loops
         store = next(s for s in loops.stores() if s.buffer == name)
         work.whole[name] = replace(p, loops=loops, store=store), list(parts.values())
     return work.whole[name]
@@ -438,7 +438,7 @@ def replace_loads(loops: LoopNest, *producers: Producer) -> LoopNest:
     return replace(loops, body=decided(tuple(b.body)), origins=origins)
 
 
-def _replaced(loops: LoopNest, *producers: Producer, gpu: bool) -> LoopNest:
+def replaced(loops: LoopNest, *producers: Producer, gpu: bool) -> LoopNest:
     """``replace_loads``, and what two masks select from is computed once."""
     out = replace_loads(loops, *producers)
     if gpu:
