@@ -83,7 +83,8 @@ def _wanted(
             continue
         if not all(isinstance(n, LoopNest) and not n.reduced and r > position for r, n in zip(readers, found)):
             continue
-        if buffer.dtype.is_floating_point and makes_all(program, loops, s) and loops.numel == buffer.numel:
+        single = getattr(loops.body[s.value], "dtype", None) == torch.float32 and buffer.dtype.is_floating_point
+        if single and makes_all(program, loops, s) and loops.numel == buffer.numel:
             loads = ((r, n) for r, n in zip(readers, found) if isinstance(n, LoopNest))
             places = {(r, x.index, x.mask) for r, n in loads for x in n.loads() if x.buffer == s.buffer}
             yield _Wanted(s, buffer.nbytes.hint(), frozenset(r for r, _, _ in places), frozenset(places))
