@@ -140,6 +140,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "fuse.APART": {"apart": "fuse.places:apart"},
     "fuse.EMIT": {"template": "fuse.templates:emit_template"},
     "fuse.AFTER": {
+        "waist": "fuse.waist:waist",
         "recompute": "fuse.recompute:recompute",
         "one_sum": "fuse.scatters:one_sum",
         "store_once": "fuse.store_once:store_once",

@@ -23,7 +23,8 @@ Passes that plug in before it (``driver.BEFORE``), as a rule (``legality.RULES``
 * ``picks``: one element of a row that a scan or a sort makes is found by a reduction over the row, which then fuses.
 * ``casts``: a cast before a matmul becomes its prologue; one behind it is left to its readers.
 * ``templates``, ``launch_epilogues``: what joins a matmul, a user's kernel; ``scatters``, ``seeds``: those of ours.
-* ``recompute``: a value that another kernel reads is computed there again where that moves fewer bytes.
+* ``waist``: what elementwise kernels keep for later ones is cut at its narrowest. ``recompute``: a value that another
+  kernel reads is computed there again where that moves fewer bytes.
   ``store_once``: what an update stores to its input is not stored to a temporary as well.
 * ``combine``: small independent kernels that could share one launch. ``narrow``: indices in 32 bits.
 

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 
 import torch
 
@@ -45,6 +46,7 @@ from .legality import Cluster, common_space, single
 from .mapping import strides_of
 from .places import LAUNCH
 from .result import Fused, Reason
+from .split import row_major
 
 MAX_OPS = 24  # statements of a producer that is computed twice, or that others are joined to
 MAX_OPS_ONCE = 60  # ... that is computed no more often than before
@@ -169,7 +171,7 @@ def _inline_into(loops: LoopNest, position: int, work: _Work) -> LoopNest:
         for p in _forms(name, position, work):
             if not _should_inline(loops, position, p, work):
                 continue
-            inlined = _replaced(loops, p, gpu=work.gpu)
+            inlined = replaced(loops, p, gpu=work.gpu)
             length = _longest(inlined)
             if length > max(MAX_TEXT, longest) or len(inlined.body) > MAX_BODY:
                 continue
@@ -226,7 +228,7 @@ def _whole(p: Producer, work: _Work) -> tuple[Producer, list[Producer]]:
                 parts[read] = q
                 size += len(q.loops.body)
                 todo += [n for n in q.loops.reads() if n in work.near[q.position]]
-        loops = _replaced(p.loops, *parts.values(), gpu=work.gpu) if parts else p.loops
+        loops = replaced(p.loops, *parts.values(), gpu=work.gpu) if parts else p.loops
         store = next(s for s in loops.stores() if s.buffer == name)
         work.whole[name] = replace(p, loops=loops, store=store), list(parts.values())
     return work.whole[name]
@@ -300,9 +302,11 @@ def _again(p: Producer, work: _Work) -> bool:
     return again < (n + (name not in work.depends.needed)) * buffers[name].nbytes.hint()
 
 
-def _places(name: str, points: int, work: _Work, at: tuple[Expr, ...] = ()) -> Iterator[Place]:
+def _places(name: str, points: int, work: _Work, at: tuple[Expr, ...] = (), deep: int = 0) -> Iterator[Place]:
     """Who reads a producer's result, where, in terms that two loop nests have in common, and how much of it, where 1 is
-    all. What only moves elements (a padding, a concatenation) is looked through."""
+    all. What only moves elements (a padding, a concatenation) is looked through, and so is what reads it at one place
+    and is itself read at one: it becomes a part of its reader, and is computed wherever that asks for it. (A window's
+    gradient reads a weight's sum where it stands. The sum of nine windows' gradients reads that sum at nine places.)"""
     for r in work.readers.get(name, ()):
         reader = work.nodes[r]
         if not isinstance(reader, LoopNest):
@@ -310,24 +314,36 @@ def _places(name: str, points: int, work: _Work, at: tuple[Expr, ...] = ()) -> I
             continue
         axes = [a for a in reader.axes if a.size != 1]
         numbered: Exprs = {a.var: expr(Var(f"axis{k}", a.size)) for k, a in enumerate(axes)}
+        whole = row_major(axes)
         n = max(1, (reader.numel * reader.rnumel).hint())
-        places: dict[Expr, float] = {}
+        places: dict[tuple[Expr, ...], float] = {}
         for s in reader.loads():
             if s.buffer == name:
-                places[s.index.subs(numbered)] = n * held(reader.body, s.mask) / points
-        if len(at) < MAX_MOVES and _moves(reader) and (moved := reader.writes()[0]) not in work.depends.needed:
+                there = at if n == points and s.index == whole else (*at, s.index.subs(numbered))
+                places[there] = n * held(reader.body, s.mask) / points
+        if len(at) < MAX_MOVES and deep < DEEPEST and _passed_on(reader, work.depends):
+            moves, made = _moves(reader), reader.writes()[0]
             for place, share in places.items():
-                for q, there, part in _places(moved, n, work, (*at, place)):
-                    yield q, there, part * share
+                on = _places(made, n, work, place, deep + 1) if moves or len(places) == 1 else iter(())
+                found = list(on) if moves else list(islice(on, 2))
+                if moves or len(found) == 1:
+                    yield from ((q, there, part * share) for q, there, part in found)
+                else:
+                    yield r, place, share
         else:
             for place, share in places.items():
-                yield r, (*at, place), share
+                yield r, place, share
+
+
+def _passed_on(loops: LoopNest, depends: Dependencies) -> bool:
+    """Is it elementwise, and its result one tensor for others to read?"""
+    return not loops.reduced and len(loops.writes()) == 1 and loops.writes()[0] not in depends.needed
 
 
 def _moves(loops: LoopNest) -> bool:
     """Does it store what it reads, at other elements?"""
     ops = {s.op for s in loops.body if isinstance(s, Op)}
-    return not loops.reduced and len(loops.writes()) == 1 and ops <= SELECTS
+    return ops <= SELECTS
 
 
 def _repeated(loops: LoopNest) -> tuple[int, int]:
@@ -335,7 +351,7 @@ def _repeated(loops: LoopNest) -> tuple[int, int]:
     which the readers of a window share one."""
     level = [varying(loops.body, [a.var]) for a in loops.axes if a.size != 1]
     own = [s for i, s in enumerate(loops.body) if not isinstance(s, (Const, Store)) and all(x[i] for x in level)]
-    return sum(map(_weight, own)), len(own)
+    return sum(map(weight, own)), len(own)
 
 
 def _stored(p: Producer, work: _Work) -> bool:
@@ -353,10 +369,10 @@ def _stored(p: Producer, work: _Work) -> bool:
 
 def work_of(loops: LoopNest) -> int:
     """Instructions per point."""
-    return sum(map(_weight, loops.body))
+    return sum(map(weight, loops.body))
 
 
-def _weight(s: Stmt) -> int:
+def weight(s: Stmt) -> int:
     if isinstance(s, Op):
         return INSTRUCTIONS.get(s.op, 1)
     if isinstance(s, Load):
@@ -422,7 +438,7 @@ def replace_loads(loops: LoopNest, *producers: Producer) -> LoopNest:
     return replace(loops, body=decided(tuple(b.body)), origins=origins)
 
 
-def _replaced(loops: LoopNest, *producers: Producer, gpu: bool) -> LoopNest:
+def replaced(loops: LoopNest, *producers: Producer, gpu: bool) -> LoopNest:
     """``replace_loads``, and what two masks select from is computed once."""
     out = replace_loads(loops, *producers)
     if gpu:

@@ -41,12 +41,14 @@ result of the row reduction, rows are at least 4096 and at least twice the colum
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from math import log2, prod
 
 import torch
 
 from ..ir.expr import Expr, expr, product
 from ..ir.loops import Axis, BodyBuilder, LoopNest, Reduce, Store, map_stmt
 from ..ir.program import Buffer, Node, Program
+from ..ir.traffic import SECTOR, Access, neighbours
 from ..ir.transforms import needed
 from ..options import Options
 from ..target import Target
@@ -61,6 +63,8 @@ REGISTERS = 96  # of a thread's 128, for elements; the others are for addresses 
 LEAST = 16  # rows per program
 MANY = 64  # rows per program, where each multiprocessor has two
 ELEMENTS = 16  # per thread and tensor, if there are registers for so many
+HELD = 4096  # elements of each tensor, by a program
+APART = 2  # times that two kernels, one per sum, read each tensor
 
 
 def mix_orders(fused: Fused, options: Options, target: Target) -> Fused:
@@ -224,14 +228,28 @@ def sums_rule(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
 
 
 def _registers(a: Cluster, b: Cluster, m: Mapping, indices: list[Expr], c: FusionContext) -> Reason | None:
-    length = block(product(x.size for x in m.axes if x.kind == "r").hint())
+    rows = [x for x in m.axes if x.kind == "r"]
+    length = product(x.size for x in rows).hint()
     inside = {*a.writes, *b.writes}
     found = {(n, i.subs(env)) for x, env in ((a, m.env_a), (b, m.env_b)) for n, t in x.reads.items() for i in t}
-    reads = [(n, i.variables()) for n, i in found if n not in inside]
-    kinds = [(c.program.buffers[n], {x.kind for x in m.axes if x.var in v}) for n, v in reads]
+    reads = [(c.program.buffers[n], i) for n, i in found if n not in inside]
+    kinds = [(buffer, {x.kind for x in m.axes if i.has(x.var)}) for buffer, i in reads]
     each = per_element(len(indices), [(buffer, "p" in k) for buffer, k in kinds if "r" in k])
-    if length * each <= REGISTERS * THREADS:
-        return None
-    return Reason(
-        "columns", f"registers do not hold rows of {length} elements, {len(reads)} inputs and {len(indices)} sums"
-    )
+    if block(length) * each > REGISTERS * THREADS:
+        inputs = f"{len(reads)} inputs and {len(indices)} sums"
+        return Reason("columns", f"registers do not hold rows of {length} elements, {inputs}")
+    others = [x for x in m.axes if x.kind != "r"]
+    tile = neighbours(others, rows_held(length, each)) | neighbours(rows, length)
+    both = [Access(i, buffer.dtype.itemsize, False) for (buffer, i), (_, k) in zip(reads, kinds) if len(k) == 2]
+    fetched = sum(x.sectors(tile) for x in both) * SECTOR / prod(tile.values())
+    if fetched > APART * sum(x.itemsize for x in both):
+        return Reason("columns", f"an input is read across: of rows of {length} elements registers hold few at a time")
+    return None
+
+
+def rows_held(length: int, each: float, share: int = 1) -> int:
+    """Rows of ``length`` that a program holds, at ``each`` registers per element, of ``share`` that share these."""
+    rows = 1 << max(0, round(log2(HELD / length)))
+    while rows > 1 and rows * block(length) * each > REGISTERS * THREADS / share:
+        rows //= 2
+    return rows

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ..ir.expr import Var, expr
 from ..ir.loops import LoopNest, Scan
-from ..ir.program import Node
+from ..ir.program import Node, Program
 from ..ir.transforms import substitute
 from ..options import Options
 from ..target import Target
@@ -38,7 +38,7 @@ def reverse(fused: Fused, options: Options, target: Target) -> Fused:
         if v is None or _reduced_later(nodes, depends, i):
             continue
         others = (m for m in makers.values() if _along(node, m, v) and _backwards(node, m) != v)
-        if all(_inlined(m, i, depends) for m in others):
+        if all(_inlined(m, i, fused.program, depends) for m in others):
             nodes[i] = replace(node, body=substitute(node.body, {v: v.size - 1 - expr(v)}))
             turned.add(i)
     return replace(fused, program=replace(fused.program, nodes=tuple(nodes))) if turned else fused
@@ -57,10 +57,13 @@ def _reduced_later(nodes: list[Node], depends: Dependencies, position: int) -> b
     return False
 
 
-def _inlined(maker: LoopNest, position: int, depends: Dependencies) -> bool:
-    """Will ``inline_loads`` compute ``maker``, of inputs, in its one reader, in whichever direction that reads it?"""
-    alone = all(b not in depends.needed and depends.readers.get(b) == [position] for b in maker.writes())
-    return alone and not maker.reduced and not any(b in depends.writers for b in maker.reads())
+def _inlined(maker: LoopNest, position: int, program: Program, depends: Dependencies) -> bool:
+    """Will ``inline_loads`` compute ``maker``, of inputs, where it is read, in whichever direction? In its one reader,
+    or in each one, if the inputs are no larger than its result (they are cast)."""
+    if maker.reduced or any(b in depends.writers for b in maker.reads()) or depends.needed & set(maker.writes()):
+        return False
+    read, made = (sum(program.buffers[b].nbytes.hint() for b in set(x)) for x in (maker.reads(), maker.writes()))
+    return read <= made or all(depends.readers.get(b) == [position] for b in maker.writes())
 
 
 def _scans(node: Node) -> bool:

@@ -115,12 +115,12 @@ def cost(moved: Sequence[Access], tile: Mapping[Var, int], stored: Mapping[Var, 
 def cost_of_order(moved: Sequence[Access], axes: Sequence[Axis], rows: Sequence[Axis] = ()) -> float:
     """Weighed sectors per point of a warp that visits neighbouring points, the last of ``axes`` being the innermost. Of
     a reduction, ``rows`` are what it reduces: a warp has some of each."""
-    piece = _neighbours(rows, WARP // 2)
+    piece = neighbours(rows, WARP // 2)
     loads, stores = (ROWS, ROWS) if rows else (WARP, LANES)
-    return cost(moved, piece | _neighbours(axes, loads), piece | _neighbours(axes, stores))
+    return cost(moved, piece | neighbours(axes, loads), piece | neighbours(axes, stores))
 
 
-def _neighbours(axes: Sequence[Axis], points: int) -> dict[Var, int]:
+def neighbours(axes: Sequence[Axis], points: int) -> dict[Var, int]:
     tile: dict[Var, int] = {}
     for a in reversed(axes):
         if points > 1:

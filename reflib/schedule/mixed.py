@@ -13,13 +13,10 @@ the assembler is told (a layer norm of 1,024 columns takes 147).
 from typing import Any
 
 from ..errors import GenerateError
-from ..fuse.mix_order import REGISTERS, THREADS, block, column_sums, per_element
+from ..fuse.mix_order import HELD, REGISTERS, THREADS, block, column_sums, per_element, rows_held
 from ..ir.program import Assume, Config
 from ..options import Options
 from ..target import Target
-from .heuristics import nearest_pow2
-
-BLOCK = 4096  # elements of a program
 
 
 def mixed(
@@ -34,15 +31,13 @@ def mixed(
     if s.r is None:
         raise GenerateError(f"{t.part.name} sums columns and reduces no rows: fusion should not have left it so")
     length = int(s.r.size)
-    rblock, xblock = block(length), nearest_pow2(BLOCK / length)
-    programs = int(t.buffers[sums[0].buffer].shape[0])
-    while xblock > 1 and s.x.size.hint() // programs < xblock:
-        xblock //= 2
+    rblock, programs = block(length), int(t.buffers[sums[0].buffer].shape[0])
     reads = {(ld.buffer, ld.index): (t.buffers[ld.buffer], ld.index.has(s.x)) for ld in s.loads if ld.index.has(s.r)}
     each, two = per_element(len(sums), reads.values()), programs > target.units
-    while xblock > 1 and xblock * rblock * each > REGISTERS * THREADS / (1 + two):
+    xblock = rows_held(length, each, 1 + two)
+    while xblock > 1 and s.x.size.hint() // programs < xblock:
         xblock //= 2
     two = two and xblock * rblock * each <= REGISTERS * THREADS / 2
-    warps = 16 if xblock == 1 and rblock >= BLOCK and not two else 8
+    warps = 16 if xblock == 1 and rblock >= HELD and not two else 8
     extras = (("registers", 2**15),) if two and target.kind == "cuda" else ()  # of its threads, at most
     return Config("mixed", xblock, rblock, max(1, min(warps, xblock * rblock // (4 * target.warp))), extras=extras), ()

@@ -14,7 +14,8 @@ element, a mean over rows of 3,072 with 16 elements per thread: 14,000 instructi
 on an H100 where TorchInductor takes about 110. With 4 elements it is 3,600 instructions and 77 registers).
 
 Where columns are reduced, fewer elements are fewer rows at a time, in a loop: a program of 8 columns would read 16 or
-32 bytes of each row, which sectors hold in part.
+32 bytes of each row, which sectors hold in part. Where memory runs across rows that are in registers, more threads hold
+as many of them.
 """
 
 from dataclasses import replace
@@ -26,6 +27,7 @@ from ..ir.instructions import INSTRUCTIONS
 from ..ir.loops import Const, Op, Reduce, Store, stmt_args, stmt_exprs
 from ..ir.program import Config
 from ..target import Target
+from .uneven import across
 
 MOST, FEW = 96, 64  # values of a thread: beyond the first, as many as the second
 LINE = 32  # neighbours that are reduced over a stride: fewer would read parts of sectors
@@ -45,7 +47,9 @@ def relieve(config: Config, t: Any, target: Target) -> Config:
         return config
     line = LINE if config.reduction != "none" and t.columns() else 1
     while too_many(FEW) and config.xblock * config.rblock > threads:
-        if config.xblock > line:
+        if config.xblock > line and threads < 1024 and across(config, t):
+            config, threads = replace(config, num_warps=2 * config.num_warps), 2 * threads
+        elif config.xblock > line:
             config = replace(config, xblock=config.xblock // 2)
         elif config.reduction == "persistent" and t.passes > 1:
             if threads < 1024:

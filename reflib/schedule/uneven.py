@@ -11,7 +11,7 @@
 * **Rows that memory runs across** (features of a convolution normalized over channels): as many rows per program as
   sectors hold, if that leaves much fewer of them.
 * **Rows of some tensors that are columns of others** (``(x + y.mT).sum(1)``): a loop over squares, which Triton reads
-  each along its own contiguous side, where that leaves much fewer sectors.
+  each along its own contiguous side, where that leaves much fewer sectors, all being read once per pass.
 * **Variances of columns** take two exchanges between threads, some 40 instructions per warp for each 4 columns that a
   thread has: 4 elements per thread in a loop of up to 32 steps, which ptxas writes out, with 1/n as constants (1,138
   instructions per warp for 256 bf16 columns of 64; with 16 elements 1,455), 8 in a longer one. All at once: 32.
@@ -57,13 +57,13 @@ def adjust(config: Config, t: Any, target: Target) -> Config:
 def _squares(config: Config, t: Any, target: Target) -> Config | None:
     x, r = t.space.x, t.space.r
     rows, length = x.size.hint(), r.size.hint()
-    if config.reduction == "mixed" or t.passes > 1 or any(isinstance(i, Scan) for i in t.space.body):
+    if config.reduction == "mixed" or any(isinstance(i, Scan) for i in t.space.body):
         return None
     if length < SQUARE or 4 * rows < 3 * SQUARE * target.units:
         return None
     moved = accesses(t.space.body, t.buffers)
     now = cost(moved, {x: min(config.xblock, rows), r: min(config.rblock, length)})
-    if cost(moved, {x: SQUARE, r: 2 * SQUARE}) > MUCH_FEWER * now:
+    if t.passes * cost(moved, {x: SQUARE, r: 2 * SQUARE}) > MUCH_FEWER * now:
         return None
     return replace(config, reduction="looped", xblock=SQUARE, rblock=2 * SQUARE, num_warps=8)
 
@@ -131,15 +131,21 @@ def _filling(config: Config, t: Any, target: Target) -> Config:
 
 def _strided(config: Config, t: Any, moved: list[Access], target: Target) -> Config:
     rows = t.space.x.size.hint()
-
-    def sectors(xblock: int) -> float:
-        return cost(moved, {t.space.r: config.rblock, t.space.x: xblock})
-
     while rows >= 2 * config.xblock * target.units and config.num_warps < 16:
-        if sectors(2 * config.xblock) > WORTH * sectors(config.xblock):
+        wider = replace(config, xblock=2 * config.xblock, num_warps=2 * config.num_warps)
+        if not across(wider, t, moved):
             break
-        config = replace(config, xblock=2 * config.xblock, num_warps=2 * config.num_warps)
+        config = wider
     return config
+
+
+def across(config: Config, t: Any, moved: list[Access] | None = None) -> bool:
+    """Would half as many whole rows per program touch many more sectors?"""
+    if config.reduction != "persistent":
+        return False
+    moved = moved or [a for a in accesses(t.space.body, t.buffers) if a.varies(t.space.x)]
+    half, whole = (cost(moved, {t.space.r: config.rblock, t.space.x: x}) for x in (config.xblock // 2, config.xblock))
+    return whole <= WORTH * half
 
 
 # -- how memory is touched ----------------------------------------------------------------------------

@@ -149,6 +149,21 @@ def test_columns_alone_and_other_directions_stay_as_they_are() -> None:
         assert not any(column_sums(n) for n in kernels(e.stages.fused))
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_that_memory_runs_across_are_summed_apart(seed: int) -> None:
+    """Of long ones registers hold few, a small part of each sector; and the rows' kernel holds as many as it can."""
+    rng = random.Random(seed)
+    n = rng.randint(1030, 2000)
+
+    def f(x: Any, y: Any, w: Any) -> Any:
+        return layer_norm_scaled(x.float() + y.float().t(), w)
+
+    args = [torch.empty(s, dtype=BF16, requires_grad=True) for s in ((8192, n), (n, 8192), (n,))]
+    rows = reflib.explain(f, *args, target="sm_90").backward.scheduled.nodes[0]
+    launches = [n.config for v in rows.variants for n in v.nodes]
+    assert launches[0].reduction == "persistent" and launches[0].xblock >= 4
+
+
 def test_a_product_does_not_sum_columns() -> None:
     """A bias' gradient is the column sum of what an epilogue makes."""
 

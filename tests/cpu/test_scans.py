@@ -90,6 +90,12 @@ def test_half_types_are_accumulated_in_float32() -> None:
 
 # -- fusion -----------------------------------------------------------------------------------------
 R = torch.randn
+def from_the_end(x: Any, g: Any) -> Any:
+    """As the gradient of a log-sum-exp scan has it: the input, cast, is read twice."""
+    y, scan = x.float(), g.flip(-1).cumsum(-1).flip(-1)
+    return ((y + scan).exp() - (y - g.exp().flip(-1).cumsum(-1).flip(-1)).exp(),)
+
+
 ONE_KERNEL: dict[str, tuple[Any, list[Any]]] = {
     "before and after": (lambda x, b: ((x * 2 + b).cumsum(-1).relu(),), [R(4, 6), R(6)]),
     "softmax": (lambda x: (torch.softmax(x, -1).cumsum(-1),), [R(4, 6)]),
@@ -99,6 +105,7 @@ ONE_KERNEL: dict[str, tuple[Any, list[Any]]] = {
     "columns": (lambda x: (x.relu().cumsum(0) + 1,), [R(6, 4)]),
     "the last": (lambda x: (x / x.cumsum(-1)[:, -1:],), [R(4, 6)]),
     "at a place": (lambda x, i: ((x.cumsum(-1) - 1).gather(-1, i) * x,), [R(4, 6), torch.tensor([[5], [0], [3], [3]])]),
+    "from the end": (from_the_end, [R(4, 6).bfloat16(), R(4, 6)]),
     "of columns": (lambda x: (x.cummax(0).values[2] + x,), [R(6, 4)]),
     "top p": (lambda x: ((x.softmax(-1).cumsum(-1) > 0.9).to(torch.int64).cumsum(-1),), [R(4, 6)]),
 }

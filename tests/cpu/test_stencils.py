@@ -1,18 +1,21 @@
 """Steps of a stencil, of a recurrence by doubling: what is read at several places is computed once and stored, unless
-that takes longer; and then it is stored for all of its readers, as one result."""
+that takes longer; and then it is stored for all of its readers, as one result. Of several such results, those that the
+others follow from (``fuse.waist``)."""
 
 import random
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fuse_cases import GPU, lowered
 from fuse_cases import fused as check_fused
 from torch import Tensor
 
 import reflib
-from reflib.fuse import inline_loads
+from reflib.fuse import fuse, inline_loads
 from reflib.fuse.inline_loads import work_of
 from reflib.ir.loops import LoopNest
 from reflib.ir.program import Program
@@ -69,6 +72,37 @@ def limited(u: Tensor, steps: int) -> Tensor:
     return u
 
 
+def reaction(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    for _ in range(3):
+        r = u * v * v
+        a, b = (y.roll(1, -1) + y.roll(-1, -1) + y.roll(1, -2) + y.roll(-1, -2) - 4 * y for y in (u, v))
+        u, v = u + 0.16 * a - r + 0.03 * (1 - u), v + 0.08 * b + r - 0.1 * v
+    return u, v
+
+
+def bilateral(x: Tensor) -> tuple[Tensor]:
+    """A mean of neighbours, weighted by how near their values are."""
+    h, w = x.shape[-2:]
+    p, num, den = F.pad(x, (1, 1, 1, 1)), torch.zeros_like(x), torch.zeros_like(x)
+    for i in range(3):
+        for j in range(3):
+            n = p[..., i : i + h, j : j + w]
+            k = (-2 * (n - x).square()).exp()
+            num, den = num + k * n, den + k
+    return (num / den,)
+
+
+def gradients(f: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """Of as many arguments as ``f`` has, and as many gradients of its results."""
+    n = f.__code__.co_argcount
+
+    def back(*args: Tensor) -> tuple[Tensor, ...]:
+        out: tuple[Tensor, ...] = torch.func.vjp(f, *args[:n])[1](tuple(args[n:]))
+        return out
+
+    return back
+
+
 def fused(f: Callable[..., Tensor], *args: Tensor) -> Program:
     program: Program = reflib.explain(f, *args, target="sm_90").fused
     return program
@@ -103,6 +137,26 @@ def test_what_every_branch_of_a_butterfly_reads_is_loaded_once() -> None:
     for n in fused(butterflies, torch.empty(random.Random(2).randint(9000, 20000), 64)).nodes:
         assert isinstance(n, LoopNest)
         assert len(n.loads()) == len({(s.buffer, s.index) for s in n.loads()}) <= 16
+
+
+@pytest.mark.parametrize("f", [reaction, bilateral])
+def test_few_tensors_go_from_a_gradients_kernel_to_the_next(f: Callable[..., tuple[Tensor, ...]]) -> None:
+    """Two states' gradients per step; a filter's weighted sums and own part. Not one per product or window."""
+    rng = random.Random(3)
+    shape = 2 * f.__code__.co_argcount, rng.randint(20, 40), rng.randint(200, 300), rng.randint(200, 300)
+    made = fuse(lowered(gradients(f), torch.empty(shape).unbind()), reflib.Options(), GPU).program
+    kernels = [n for n in made.nodes if isinstance(n, LoopNest)]
+    assert len(kernels) <= 4 and sum(len(n.writes()) for n in kernels[:-1]) <= 6
+    assert max(work_of(n) for n in kernels) < 700
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("f", [reaction, bilateral])
+def test_gradients_are_eagers(f: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inline_loads, "LAUNCH", (0, 0))
+    torch.manual_seed(4)
+    found = check_fused(gradients(f), torch.randn(2 * f.__code__.co_argcount, 2, 9, 7, dtype=dtype).unbind())
+    assert any("_waist" in b for b in found.program.buffers) == (dtype == torch.float32)
 
 
 @pytest.mark.parametrize("f", [by_doubling, butterflies])

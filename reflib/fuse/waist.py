@@ -1,0 +1,230 @@
+"""What goes from one elementwise kernel to the next, at its narrowest: fewer tensors from which the others follow.
+
+Fusion keeps results that later kernels read elsewhere. The backward of a stencil reads the gradients ``gu`` and
+``gv`` of a step at the neighbours and, times this and that, at home: seven products of them were stored and read, 56
+bytes per element, where the two gradients and the forward's ``u`` and ``v``, from which the next kernel can compute
+these, are 24. So were the gradients of a bilateral filter's nine weights, each read at one place, where two tensors
+and the image give all of them.
+
+Which values? Each one of the first kernel's body may be
+
+* stored: it is written once, and read by each kernel behind it; ``bytes * (1 + readers)``,
+* computed again by the readers, at each place where they read what follows from it: its instructions, in bytes
+  (``PER_BYTE``), times the places. What was loaded at the same point is loaded there, which takes its bytes.
+
+NB: TorchInductor stores what has several users by counting reads and operations (``realize_hint``), one value at a
+time, before kernels are formed. AOTAutograd's partition of a training step is such a cut, with other weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, replace
+from math import inf
+
+import torch
+
+from ..ir.expr import Expr, Ref
+from ..ir.instructions import PER_BYTE
+from ..ir.loops import Const, Index, Load, LoopNest, Op, Stmt, Store, stmt_args
+from ..ir.program import Buffer, Node, Program
+from ..ir.transforms import needed, select
+from ..lower.context import contiguous_strides
+from ..options import Options
+from ..target import Target
+from .dependencies import Dependencies, dependencies
+from .driver import grouped
+from .inline_loads import MAX_BODY, make_producer, makes_all, replaced, weight
+from .recompute import drop_stores
+from .result import Fused
+from .split import row_major
+
+NARROWER = 0.8  # of the bytes: what is left where it pays
+
+
+Places = frozenset[tuple[int, Expr, int | None]]  # who reads, where, under which mask
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A result of a kernel that only later elementwise kernels read: by ``readers``, at ``places``."""
+
+    store: Store
+    bytes: int
+    readers: frozenset[int]
+    places: Places
+
+
+def waist(fused: Fused, options: Options, target: Target) -> Fused:
+    """The same results with fewer bytes between elementwise kernels. Assumes a legal order; for GPUs."""
+    if not target.is_gpu:
+        return fused
+    program, changed = fused.program, False
+    depends = dependencies(program)
+    nodes, buffers = list(program.nodes), dict(program.buffers)
+    for position in range(len(nodes)):
+        node = nodes[position]
+        if isinstance(node, LoopNest) and not node.reduced and len(node.stores()) > 1:
+            wanted = list(_wanted(program, depends, nodes, position, node))
+            if len(wanted) > 1 and (cut := _cut(_Values(program, depends, nodes, position, node, wanted))):
+                changed |= _apply(nodes, position, wanted, cut, buffers)
+    done = replace(program, nodes=tuple(nodes), buffers=buffers)
+    return grouped(fused.regrouped(drop_stores(done)), options, target) if changed else fused
+
+
+def _wanted(
+    program: Program, depends: Dependencies, nodes: list[Node], position: int, loops: LoopNest
+) -> Iterable[_Wanted]:
+    for s in loops.stores():
+        readers = depends.readers.get(s.buffer, [])
+        buffer, found = program.buffers[s.buffer], [nodes[r] for r in readers]
+        if s.reduce or s.buffer in depends.needed or depends.writers[s.buffer] != [position] or not readers:
+            continue
+        if not all(isinstance(n, LoopNest) and not n.reduced and r > position for r, n in zip(readers, found)):
+            continue
+        single = getattr(loops.body[s.value], "dtype", None) == torch.float32 and buffer.dtype.is_floating_point
+        if single and makes_all(program, loops, s) and loops.numel == buffer.numel:
+            loads = ((r, n) for r, n in zip(readers, found) if isinstance(n, LoopNest))
+            places = {(r, x.index, x.mask) for r, n in loads for x in n.loads() if x.buffer == s.buffer}
+            yield _Wanted(s, buffer.nbytes.hint(), frozenset(r for r, _, _ in places), frozenset(places))
+
+
+def _cut(work: _Values) -> set[int]:
+    """The statements whose values are stored instead; none if that is not much less. From what is stored now, one value
+    is added at a time: that with which most can go."""
+    kept = {w.store.value for w in work.wanted}
+    cost = now = work.cost(kept)
+    users = Counter(a for i in work.places() for a in stmt_args(work.loops.body[i]))
+    several = [i for i, n in users.items() if n > 1 and work.storable(i) and i not in kept]
+    while several:
+        trials = [work.with_(kept, v) for v in several]
+        costs = [work.cost(t) for t in trials]
+        if min(costs) >= cost:
+            break
+        cost = min(costs)
+        kept = trials[costs.index(cost)]
+        several = [v for v in several if v not in kept]
+    return kept if cost <= NARROWER * now else set()
+
+
+@dataclass(frozen=True)
+class _Values:
+    """Of the body of the loop nest at ``position``: what may be stored."""
+
+    program: Program
+    depends: Dependencies
+    nodes: list[Node]
+    position: int
+    loops: LoopNest
+    wanted: list[_Wanted]
+
+    def places(self, stored: Container[int] = ()) -> dict[int, Places]:
+        """Where each value would be computed if these are ``stored``, and where those are read."""
+        out: dict[int, Places] = {}
+        for w in self.wanted:
+            out[w.store.value] = out.get(w.store.value, Places()) | w.places
+        for i in reversed(range(len(self.loops.body))):
+            if i in out and i not in stored:
+                for a in stmt_args(self.loops.body[i]):
+                    out[a] = out.get(a, Places()) | out[i]
+        return out
+
+    def storable(self, i: int) -> bool:
+        s = self.loops.body[i]
+        return isinstance(s, Op) and s.dtype == torch.float32
+
+    def cost(self, kept: set[int], free: int = -1) -> float:
+        """In bytes, one of them being there in any case."""
+        total, points = 0.0, self.loops.numel.hint()
+        sizes = {w.store.value: w.bytes for w in self.wanted}
+        for i, found in self.places(kept).items():
+            s, readers = self.loops.body[i], {r for r, _, _ in found}
+            if i in kept:
+                total += (i != free) * sizes.get(i, 4 * points) * (1 + self._kernels(readers))
+            elif isinstance(s, Load):
+                total += self._read_again(s, readers, len(found))
+            elif isinstance(s, (Op, Const, Index)):
+                total += weight(s) * len(found) * points / PER_BYTE
+            else:
+                return inf
+        return total
+
+    def with_(self, kept: set[int], new: int) -> set[int]:
+        """With that one, without those that it then costs less to compute: the last ones first, or the first ones."""
+        found: list[tuple[float, set[int]]] = []
+        for order in (sorted(kept), sorted(kept, reverse=True)):
+            left = kept | {new}
+            cost = self.cost(left, new)
+            for i in order:
+                if (less := self.cost(left - {i}, new)) < cost:
+                    left, cost = left - {i}, less
+            found.append((cost, left))
+        return min(found, key=lambda f: f[0])[1]
+
+    def _read_again(self, s: Load, readers: set[int], places: int) -> float:
+        """What it costs that the readers read it, in bytes; infinite where they cannot."""
+        buffer = self.program.buffers.get(s.buffer)
+        if buffer is None or any(isinstance(a, Ref) for a in s.index.atoms()) or s.buffer in self.loops.writes():
+            return inf
+        if self.depends.written_between(s.buffer, self.position, max(readers) + 1):
+            return inf
+        there = [r for r in readers if s.buffer in self.nodes[r].reads()]
+        have = sum(x.buffer == s.buffer for r in there for x in _nest(self.nodes[r]).loads())  # most of a window
+        points = self.loops.numel.hint()
+        size = min(buffer.nbytes.hint(), points * buffer.dtype.itemsize)
+        return size * self._kernels(readers - set(there)) + weight(s) * max(0, places - have) * points / PER_BYTE
+
+    def _kernels(self, readers: Iterable[int]) -> int:
+        """How many kernels they are, once those that read the same tensors and do not wait for each other are one."""
+        found: list[int] = []
+        for r in sorted(readers):
+            same = [q for q in found if _nest(self.nodes[q]).numel == _nest(self.nodes[r]).numel]
+            if not same or any(q in self.depends.before[r] for q in same):
+                found.append(r)
+        return len(found)
+
+
+def _nest(node: Node) -> LoopNest:
+    assert isinstance(node, LoopNest)
+    return node
+
+
+def _apply(
+    nodes: list[Node], position: int, wanted: list[_Wanted], cut: set[int], buffers: dict[str, Buffer]
+) -> bool:
+    loops = nodes[position]
+    assert isinstance(loops, LoopNest)
+    body, made = list(loops.body), list[Stmt]()
+    shape, home = tuple(a.size for a in loops.axes), row_major(loops.axes)
+    device = buffers[wanted[0].store.buffer].device
+    kept = {w.store.value: w.store for w in wanted if w.bytes == 4 * loops.numel.hint()}
+    new: dict[str, Buffer] = {}
+    for i in sorted(cut):
+        if i in kept:
+            body[i] = Load(kept[i].buffer, kept[i].index, torch.float32)
+            continue
+        name = f"{loops.name}_waist{i}"
+        new[name] = Buffer(name, torch.float32, device, shape, contiguous_strides(shape))
+        body[i] = Load(name, home, torch.float32)
+        made.append(Store(name, home, i))
+    producers = []
+    for w in wanted:
+        if w.store.value not in cut:
+            store = body.index(w.store)
+            slice_ = replace(loops, body=select(tuple(body), needed(tuple(body), [store])))
+            producers.append(make_producer(position, slice_, slice_.stores()[0]))
+    after: dict[int, LoopNest] = {}
+    for r in frozenset[int]().union(*(w.readers for w in wanted)):
+        reader = nodes[r]
+        assert isinstance(reader, LoopNest)
+        if None in producers:
+            return False
+        after[r] = replaced(reader, *producers, gpu=True)  # type: ignore[arg-type]
+        if len(after[r].body) > max(MAX_BODY, len(reader.body) + len(loops.body)):
+            return False
+    buffers |= new
+    nodes[position] = replace(loops, body=(*loops.body, *made))
+    for r, reader in after.items():
+        nodes[r] = reader
+    return True
