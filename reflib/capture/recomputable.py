@@ -27,7 +27,7 @@ from torch._functorch.partitioners import get_aten_target
 
 aten = torch.ops.aten
 VIEWS = (aten.split_with_sizes, aten.unbind, aten.diagonal, aten.transpose, aten.unfold)
-MOVED = (aten.constant_pad_nd, aten.roll, aten._unsafe_index, aten.repeat)
+MOVED = (aten.constant_pad_nd, aten.roll, aten._unsafe_index, aten.index_select, aten.im2col, aten.repeat)
 WHOLE = (
     aten.eye, aten.tril, aten.ones_like, aten.new_ones, aten.new_full, aten.fill, aten._prelu_kernel, aten.hardswish,
     aten.hardswish_backward, aten.hardsigmoid_backward, aten.hardtanh_backward, aten.leaky_relu_backward,
