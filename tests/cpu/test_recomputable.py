@@ -13,7 +13,7 @@ import reflib
 from reflib.capture import recomputable
 
 RNG = random.Random(11)
-PICKED = torch.tensor([3, 0, 5, 3])
+PICKED = torch.arange(200) % 6
 
 
 def glu(x, b):
@@ -49,7 +49,7 @@ def masked(x, b):
 
 
 def selected(x, b):
-    return torch.sigmoid((x * b).index_select(1, PICKED))
+    return torch.tanh((x * b).index_select(1, PICKED)).sin()
 
 
 def windowed(x, b):
