@@ -1,4 +1,5 @@
-"""Few, long rows (or columns) whose maximum and sum of exponentials are wanted: both in one pass over each piece of a row.
+"""Few, long rows whose maximum and sum of exponentials are wanted: both in one pass over each piece. (Rows of any
+stride: columns, too.)
 
 ``split`` alone would cut a softmax's maximum, and then its sum, which waits for the maximum of the whole row: the row
 is read twice before the first result. But the sum can be taken relative to the piece's own maximum (Milakov and
