@@ -27,12 +27,17 @@ from torch._functorch.partitioners import get_aten_target
 
 aten = torch.ops.aten
 VIEWS = (aten.split_with_sizes, aten.unbind, aten.diagonal, aten.transpose, aten.unfold)
-MOVED = (aten.constant_pad_nd, aten.roll, aten._unsafe_index, aten.repeat)
+MOVED = (aten.constant_pad_nd, aten.roll, aten._unsafe_index, aten.index_select, aten.im2col, aten.repeat)
 WHOLE = (
     aten.eye, aten.tril, aten.ones_like, aten.new_ones, aten.new_full, aten.fill, aten._prelu_kernel, aten.hardswish,
     aten.hardswish_backward, aten.hardsigmoid_backward, aten.hardtanh_backward, aten.leaky_relu_backward,
     aten.softplus_backward, aten.floor_divide,
 )  # fmt: skip
+WINDOWS = tuple(  # kernels of ours, which compute what they read
+    getattr(aten, f"{name}pool{n}d{kind}")
+    for name, kind in (("max_", "_with_indices"), ("avg_", ""), ("adaptive_max_", ""), ("_adaptive_avg_", ""))
+    for n in (2, 3)
+)
 SAME = (aten.view, aten.expand, aten.unsqueeze, aten.squeeze, aten.permute, aten.alias, *VIEWS)
 EXTREMES = (aten.amax, aten.amin, aten.max, aten.min)
 FEW = 4  # tensors of a concatenation
@@ -94,7 +99,7 @@ def op_list() -> partitioners.OpTypes:
         return ops
     more = {*VIEWS, *MOVED, *WHOLE}
     return Ops(
-        ops.fusible_ops | more, ops.compute_intensive_ops, ops.random_ops, ops.view_ops | {*VIEWS},
+        ops.fusible_ops | more | {*WINDOWS}, ops.compute_intensive_ops, ops.random_ops, ops.view_ops | {*VIEWS},
         ops.recomputable_ops | more,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Positions that a forward saves for its backward, in as many bits as they need.
+"""What poolings and searches save for their backward: positions in as many bits as they need, and no shapes.
 
 torch's positions are int64: 8 bytes beside each bfloat16 result of 2 that a pooling, a maximum or a sort writes, and to
 be read again. A position is below the size of what was searched, which the graph knows, so it is saved as int16 or
@@ -11,7 +11,11 @@ int32; the backward's kernels widen what they load::
 A result that is returned stays as it is: it is in memory anyway. In bfloat16, a pooling of windows of 2 x 2 reads 8
 bytes per window and writes 2 and a position: 18 bytes with int64, 12 with int16; its backward the same.
 
-NB: TorchInductor saves the offset within the window, in 8 bits, of poolings; other positions as they are.
+A pooling's backward is also given what was pooled, of which only the shape matters. It gets a tensor without values of
+that shape, so that ``max_pool2d(relu(x))`` saves no ``relu(x)`` beside what the gradient of ``relu`` needs.
+
+NB: TorchInductor saves what was pooled; of a pooling's positions the offset within the window, in 8 bits; other
+positions as they are.
 """
 
 import math
@@ -39,12 +43,17 @@ _POOLS = {
     aten.max_pool2d_with_indices.default: 2, aten.max_pool3d_with_indices.default: 3,
     aten.adaptive_max_pool2d.default: 2, aten.adaptive_max_pool3d.default: 3,
 }  # fmt: skip
+_OF_A_SHAPE = {
+    getattr(aten, f"{name}pool{n}d{kind}_backward").default
+    for n in (2, 3)
+    for name, kind in (("avg_", ""), ("_adaptive_avg_", ""), ("max_", "_with_indices"), ("adaptive_max_", ""))
+}
 
 
 def saved_positions(module: GraphModule, options: Options, gpu: bool) -> GraphModule:
     """``module``, or a copy of it in which the backward reads narrow positions. module: a functional ATen graph with
     ``meta["val"]``; one without a backward is not changed."""
-    if not gpu or not any(n.target in _ALONG or n.target in _POOLS for n in module.graph.nodes):
+    if not gpu or not any(n.target in _ALONG or n.target in _POOLS or _pooled(n) for n in module.graph.nodes):
         return module
     if not after_the_forward(module.graph):
         return module
@@ -53,8 +62,21 @@ def saved_positions(module: GraphModule, options: Options, gpu: bool) -> GraphMo
     for node in list(out.graph.nodes):
         if node.target in _ALONG or node.target in _POOLS:
             _narrow(out.graph, node, later)
+        elif node in later and (x := _pooled(node)) is not None and x not in later:
+            with out.graph.inserting_before(node):
+                shape = list(val(x).shape), list(val(x).stride())
+                empty = call(out.graph, node, aten.new_empty_strided.default, (node.args[0], *shape), val(x))
+            node.update_arg(1, empty)
     out.recompile()
     return out
+
+
+def _pooled(node: Node) -> Node | None:
+    """What this backward is given for its shape alone, if that was computed and the shape is known."""
+    x = node.args[1] if node.target in _OF_A_SHAPE else None
+    if not isinstance(x, Node) or x.op == "placeholder" or val(x).dtype != val(node.args[0]).dtype:
+        return None
+    return x if all(isinstance(n, int) for n in val(x).shape) else None
 
 
 def _backward(graph: Graph) -> set[Node]:

@@ -294,7 +294,8 @@ def _again(p: Producer, work: _Work) -> bool:
         return True
     whole = _whole(p, work)[0].loops
     repeated, statements = _repeated(whole)
-    if work.gpu and m * statements > MAX_BODY and not gathers(whole):
+    light = max(repeated, statements) <= MAX_OPS_REPEATED  # a broadcast is read often, and is there once
+    if work.gpu and (min(m, len(places)) if light else m) * statements > MAX_BODY and not gathers(whole):
         return False
     read = (buffers[b] for b in whole.reads())
     again = max(0, n - 1) * sum(min(b.nbytes.hint(), points * b.dtype.itemsize) for b in read)

@@ -1,4 +1,5 @@
-"""Few, long rows whose maximum and sum of exponentials are wanted: both in one pass over each piece of a row.
+"""Few, long rows whose maximum and sum of exponentials are wanted: both in one pass over each piece. (Rows of any
+stride: columns, too.)
 
 ``split`` alone would cut a softmax's maximum, and then its sum, which waits for the maximum of the whole row: the row
 is read twice before the first result. But the sum can be taken relative to the piece's own maximum (Milakov and
@@ -35,7 +36,6 @@ from .split import (
     first_step,
     partial_axes,
     pieces_wanted,
-    reduces_columns,
     row_major,
     second_step,
     was_split,
@@ -86,7 +86,7 @@ def split_online(fused: Fused, options: Options, target: Target) -> Fused:
 def _is_maximum(loops: LoopNest) -> bool:
     reduces = [s for s in loops.body if isinstance(s, Reduce)]
     alone = len(reduces) == 1 and reduces[0].kind == "max" and reduces[0].dtype.is_floating_point
-    return alone and can_split(loops) and not was_split(loops) and not reduces_columns(loops)
+    return alone and can_split(loops) and not was_split(loops)
 
 
 def _sum_at(fused: Fused, depends: Dependencies, top: int, position: int) -> _Sum | None:

@@ -13,6 +13,7 @@ import reflib
 from reflib.capture import recomputable
 
 RNG = random.Random(11)
+PICKED = torch.arange(200) % 6
 
 
 def glu(x, b):
@@ -47,7 +48,16 @@ def masked(x, b):
     return F.hardswish(x * b).exp() * torch.tril(1 - torch.eye(*x.shape)).tanh()
 
 
-CASES = [glu, rotated, behind_cat, shifted, upsampled, taken_apart, masked]
+def selected(x, b):
+    return torch.tanh((x * b).index_select(1, PICKED)).sin()
+
+
+def windowed(x, b):
+    windows = F.unfold((x * b)[None, None], 2)
+    return windows * windows.tanh()
+
+
+CASES = [glu, rotated, behind_cat, shifted, upsampled, taken_apart, masked, selected, windowed]
 
 
 def arguments() -> tuple[torch.Tensor, torch.Tensor]:

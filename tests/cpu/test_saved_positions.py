@@ -1,5 +1,6 @@
-"""Positions that a forward saves for its backward, in as many bits as they need."""
+"""What a forward saves for its backward: positions in as many bits as they need, and nothing for its shape alone."""
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -41,6 +42,29 @@ def test_backward_reads_narrow_positions(name: str) -> None:
     assert casts[1].target is aten._to_copy.default
     given = ([x.detach()], [torch.randn_like(fn(x))])
     torch.testing.assert_close(out(*given), module(*given), rtol=0, atol=0)
+
+
+POOLINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "max": lambda x: F.max_pool2d(x.relu(), 3, 2, 1),
+    "average": lambda x: F.avg_pool2d(x.relu(), 2),
+    "padded": lambda x: F.avg_pool3d(F.pad(x.relu(), (1, 1, 0, 0))[:, None], (2, 3, 1)),
+    "adaptive": lambda x: F.adaptive_avg_pool2d(x.relu(), (3, 2)),
+    "adaptive max": lambda x: F.adaptive_max_pool2d(x.relu(), 2),
+}
+
+
+@pytest.mark.parametrize("name", POOLINGS)
+def test_what_was_pooled_is_not_saved_for_its_shape(name: str) -> None:
+    """With random sizes: the gradients are the same, and none but the input and positions is saved."""
+    rng = random.Random(name)
+    x = torch.randn(2, *(rng.randint(3, 17) for _ in range(3)), requires_grad=True)
+    module = joint(POOLINGS[name], x)
+    out = saved_positions(module, Options(), True)
+    given = ([x.detach()], [torch.randn_like(POOLINGS[name](x))])
+    torch.testing.assert_close(out(*given), module(*given), rtol=0, atol=0)
+    forward = reflib.explain(POOLINGS[name], x, target="sm_90").graphs[0].scheduled
+    saved = [forward.buffers[o.buffer] for o in forward.outputs[1:] if o.buffer not in forward.inputs]
+    assert [b.dtype for b in saved] == [torch.int16] * ("max" in name)
 
 
 def test_what_is_returned_or_read_by_the_forward_alone_stays() -> None:

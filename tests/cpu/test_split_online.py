@@ -1,5 +1,5 @@
-"""Few, long rows: a maximum and the sum of exponentials that needs it, in one pass over each piece. (In Triton's
-interpreter: test_triton_programs.)"""
+"""Few, long rows, or columns: a maximum and the sum of exponentials that needs it, in one pass over each piece. (In
+Triton's interpreter: test_triton_programs.)"""
 
 import random
 from collections.abc import Callable
@@ -45,6 +45,14 @@ def test_the_row_is_read_once_for_both(name: str) -> None:
     elementwise = "softmax" in name or name == "scaled"
     assert read(f, source) == (2 if elementwise else 1)
     assert len(kernels(f)) == (3 if elementwise else 2)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_columns_are_read_once_too(dim: int) -> None:
+    columns, length = SIZES.randint(40, 90), 2 * SIZES.randint(4_000, 9_000) + 1
+    x = rows(length * 3**dim, columns).reshape(*[3] * dim, length, columns)
+    f = fused(lambda x: (x.logsumexp(dim),), (x,))
+    assert read(f, f.program.inputs[0]) == 1 and len(kernels(f)) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

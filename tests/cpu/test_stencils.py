@@ -124,6 +124,24 @@ def test_a_step_that_is_read_at_one_place_is() -> None:
     assert len(work(swapped, 3)) == 1
 
 
+@pytest.mark.parametrize("mode", ["reflect", "replicate"])
+def test_edges_of_two_axes_are_one_kernel(mode: str) -> None:
+    """Where an element comes from is computed from its coordinates, however many elements have the same."""
+    rng = random.Random(mode)
+    for _ in range(3):
+        shape, edges = [rng.randint(60, 120) for _ in range(4)], [rng.randint(1, 9) for _ in range(4)]
+        program = fused(lambda x: F.pad(x, edges, mode=mode) * 0.5, torch.empty(shape))  # noqa: B023 - called here
+        (kernel,) = program.nodes
+        assert isinstance(kernel, LoopNest) and len(kernel.loads()) == 1
+
+
+def test_the_weights_of_an_interpolation_are_stored() -> None:
+    """Per row and column they are few; computed at each element they would part what reads 16 neighbours."""
+    x = torch.empty(3, 16, random.Random(9).randint(80, 110), 101)
+    program = fused(lambda x: F.interpolate(x, scale_factor=2, mode="bicubic", align_corners=True), x)
+    assert sum(n.numel.hint() >= x.numel() for n in program.nodes if isinstance(n, LoopNest)) == 1
+
+
 def test_what_a_kernel_keeps_of_a_recurrence_is_its_state() -> None:
     """Two tensors, at any step: not the padded ones as well, which are as large and belong to one step alone."""
     rng = random.Random(1)
