@@ -159,7 +159,8 @@ def _find(kind: str, key: str) -> tuple[Path, bytes] | None:
         with contextlib.suppress(OSError):
             for name in [n for n in os.listdir(base / kind) if n.startswith(key + "-")]:
                 path = base / kind / name
-                if _digest(data := path.read_bytes()) == name[len(key) + 1 :].split(".")[0]:
+                plain = stat.S_ISREG(path.lstat().st_mode)  # a link may lead to /dev/zero
+                if plain and _digest(data := path.read_bytes()) == name[len(key) + 1 :].split(".")[0]:
                     return path, data
                 path.unlink()
     return None

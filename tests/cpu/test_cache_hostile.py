@@ -37,6 +37,14 @@ def test_what_others_could_write_to_is_refused(folder: Path) -> None:
         cache.get("kernels", "k")
 
 
+def test_a_link_in_an_entrys_place_is_not_read(folder: Path) -> None:
+    path = cache.put("kernels", "k", b"x")
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    assert cache.get("kernels", "k") is None and not path.is_symlink()
+    assert cache.put("kernels", "k", b"x") == path and cache.read("kernels", "k") == b"x"
+
+
 def test_the_umask_does_not_matter(folder: Path) -> None:
     program = "from reflib import cache; cache.put('kernels', 'k', b'x'); assert cache.read('kernels', 'k') == b'x'"
     here = str(Path(cache.__file__).parents[1])
