@@ -155,7 +155,7 @@ def described(x: Tensor) -> Tensor:
 
 @torch.library.triton_op("user_kernels::describing", mutates_args=())
 def describing(x: Tensor) -> Tensor:
-    """Descriptors, here one of columns, which PyTorch captures under Dynamo only; an argument is left to its default."""
+    """Descriptors, here one of columns, which PyTorch captures under Dynamo only; an argument has its default."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     rows, columns = x.shape

@@ -208,7 +208,8 @@ def test_descriptors_that_are_fastest(wrapper: str) -> None:
     a, b, offs = CASES["rows"]()
     with told_times(lambda name, sizes: 1.0 if name.endswith(" tma") else 10.0):
         e = stages((a, b, offs), "sm_90", relu_of, wrapper=wrapper, autotune="blocking")
-    assert str(e.decisions[0].winner).endswith(" tma") and not any(c.status == "guard" for c in e.decisions[0].candidates)
+    decision = e.decisions[0]
+    assert str(decision.winner).endswith(" tma") and not any(c.status == "guard" for c in decision.candidates)
     (node,) = (n for n in e.scheduled.nodes if isinstance(n, Variants) and not n.of_kernels)
     described, other = node.variants
     assert {(x.kind, x.what) for x in described.predicate} == {("aligned", "arg0_1"), ("aligned", "arg1_1")}
