@@ -28,9 +28,9 @@ from ..lower.context import contiguous_strides
 from ..options import Options
 from ..target import Target
 from .dependencies import dependencies
-from .inline_loads import makes_all
 from .legality import common_space, single
 from .mapping import fresh
+from .producers import makes_all
 from .result import Fused, Reason
 from .split import row_major
 

@@ -35,8 +35,9 @@ from ..target import Target
 from .decided import decided
 from .dependencies import Dependencies, dependencies, remove_dead
 from .emit import kind_of
-from .inline_loads import MAX_BODY, Producer, make_producer, makes_all, replace_loads
+from .inline_loads import MAX_BODY
 from .legality import common_space, single
+from .producers import Producer, make_producer, makes_all, replace_loads
 from .result import Fused, Reason
 
 LONGEST = 8  # elements: from a second row of them on, a thread has their registers twice
