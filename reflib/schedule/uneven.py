@@ -60,9 +60,9 @@ def _squares(config: Config, t: Any, target: Target) -> Config | None:
     rows, length = x.size.hint(), r.size.hint()
     if config.reduction == "mixed" or any(isinstance(i, Scan) for i in t.space.body):
         return None
-    if length < SQUARE or 4 * rows < 3 * SQUARE * target.units:
+    if length < SQUARE or 4 * rows < 3 * SQUARE * target.units or t.shared:
         return None
-    moved = accesses(t.space.body, t.buffers)
+    moved = [a for a in accesses(t.space.body, t.buffers) if a.varies(r)]
     now = cost(moved, {x: min(config.xblock, rows), r: min(config.rblock, length)})
     square = {x: SQUARE, r: 2 * SQUARE}
     if sum(cost(each, square) for each in _by_pass(t)) > MUCH_FEWER * now:
