@@ -67,7 +67,8 @@ def _squares(config: Config, t: Any, target: Target) -> Config | None:
     square = {x: SQUARE, r: 2 * SQUARE}
     if sum(cost(each, square) for each in _by_pass(t)) > MUCH_FEWER * now:
         return None
-    return replace(config, reduction="looped", xblock=SQUARE, rblock=2 * SQUARE, num_warps=8)
+    few = 2 if rows < 2 * SQUARE * target.units and length >= 4 * SQUARE else 1  # one program per multiprocessor
+    return replace(config, reduction="looped", xblock=SQUARE, rblock=2 * few * SQUARE, num_warps=8 * few)
 
 
 def _by_pass(t: Any) -> list[list[Access]]:
