@@ -321,7 +321,9 @@ PROGRAMS: Programs = {
         lambda x: (x.t().reshape(-1) + 1, x[:, ::2].cos(), x.expand(3, *x.shape).sum(0), F.pad(x, (1, 2)) * 2),
         lambda: (randn(12, 20),), {},
     ),
-    "positions of columns": (lambda x: (x.argmax(0), x.argmin(0), x.amax(0), x.nan_to_num(2, 5, 0).short().argmin(0)), tied, {}),
+    "positions of columns": (
+        lambda x: (x.argmax(0), x.argmin(0), x.amax(0), x.nan_to_num(2, 5, 0).short().argmin(0)), tied, {},
+    ),
     "long": (lambda x: (x.sum(), x.amax(), x.argmax(), (x * 2).mean(0)), lambda: (randn(3, 20000),), {}),
     "product and gelu": (
         lambda x, w, b: F.gelu(F.linear(x, w, b)), lambda: (randn(2, 5, 64), randn(33, 64), randn(33)), {},

@@ -100,7 +100,8 @@ class Traffic:
     @property
     def shared(self) -> bool:
         """Of a reduction: is what it reads along r the same for each x (all pairs of two lists)?"""
-        return not any(a.varies(self.space.x) and a.varies(self.space.r) for a in accesses(self.space.body, self.buffers))
+        x, r = self.space.x, self.space.r
+        return not any(a.varies(x) and a.varies(r) for a in accesses(self.space.body, self.buffers))
 
     def columns(self) -> bool:
         """Of a reduction: does a warp touch fewer sectors when its lanes go along x, one result each, than along r?"""
