@@ -304,8 +304,8 @@ class PartPrinter(StatementPrinter):
 
     def _in_order(self, s: Reduce) -> bool:
         """Of an argmax: are its positions 0, 1, ..., so that a loop meets the smaller one first?"""
-        at = self.space.body[s.args[1]]
-        return isinstance(at, Index) and at.expr == expr(self.space.r)
+        at, r = self.space.body[s.args[1]], self.space.r
+        return isinstance(at, Index) and r is not None and at.expr == expr(r)
 
     def _finish(self, i: int) -> None:
         s = self._reduction(i)

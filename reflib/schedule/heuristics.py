@@ -101,6 +101,7 @@ class Traffic:
     def shared(self) -> bool:
         """Of a reduction: is what it reads along r the same for each x (all pairs of two lists)?"""
         x, r = self.space.x, self.space.r
+        assert r is not None
         return not any(a.varies(x) and a.varies(r) for a in accesses(self.space.body, self.buffers))
 
     def columns(self) -> bool:
