@@ -20,6 +20,11 @@ has several exact divisions and square roots, each the call of a function for wh
 are made, but the elements of a thread are computed one after another because of them (the gradients of an option's
 price, 10 divisions: 123 us where TorchInductor, with its approximate ones, takes 44). Those here correct the hardware's
 approximation by what it leaves, as the hardware's own fast path does, and keep the approximation where that is NaN.
+
+A third: where a whole row has one divisor, its reciprocal is computed per row, and each quotient corrected by what it
+leaves is the exact one (P. Markstein, IBM J. Res. Dev. 34, 1990): 7 instructions without a branch, none of them one of
+the hardware's approximations, of which a multiprocessor starts 16 per cycle, and a cast to int8 is another (rows
+quantized to int8 took 52 us on an H200, TorchInductor 39).
 """
 
 import math
@@ -42,12 +47,14 @@ def cheap_forms(space: Space, exact: set[int]) -> tuple[dict[int, Form], set[int
     each = varying(space.body, space.reduced_vars)  # not once per row
     slow = {i: f for i in exact if (space.r is None or each[i]) and (f := finder.straight(i)) is not None}
     stores = {i for i, s in enumerate(space.body) if isinstance(s, Store)}
-    if len(slow) < SEVERAL or not exact.isdisjoint(stores):  # a kernel for eager's bits: all are exact
+    inside = exact.isdisjoint(stores)  # else a kernel for eager's bits: all are exact
+    if len(slow) < SEVERAL or not inside:
         slow = {}
     summed = _summed(space.body, exact)
     for i, s in enumerate(space.body):
         rough = i not in exact and not (i in summed and getattr(s, "op", "") == "pow")
-        if (f := finder.halved(i) or slow.get(i) or (finder.form(i) if rough else None)) is not None:
+        f = finder.halved(i) or (finder.form(i) if rough else None)
+        if (f := f or (finder.by_row(i, each, i in exact) if inside else None) or slow.get(i)) is not None:
             forms[i] = f
     live: set[int] = set()
     # An index into what holds one number everywhere is in no address; it may still have to be checked.
@@ -110,6 +117,17 @@ class _Finder:
         if helper is None or s.dtype != torch.float32 or self.halved(i):  # type: ignore[union-attr]
             return None
         return Form(f"{helper}({', '.join('{%d}' % n for n in range(len(s.args)))})", s.args, helper)  # type: ignore
+
+    def by_row(self, i: int, each: Sequence[bool], exact: bool) -> Form | None:
+        """A division of a row's elements by one number."""
+        s = self.body[i]
+        if not self._is(i, "div") or s.dtype != torch.float32:  # type: ignore[union-attr]
+            return None
+        a, b = s.args  # type: ignore[union-attr]
+        if not each[a] or each[b] or isinstance(self.body[b], Const):
+            return None
+        helper = "divide_row" if exact else "divide_row_half"
+        return Form(f"{helper}({{0}}, {{1}})", (a, b), helper)
 
     # -- patterns -------------------------------------------------------------------------------
     def _gelu(self, half: int, sum_: int) -> Form | None:
@@ -207,6 +225,23 @@ def divide(a, b):
     q = a / b
     p = tl.fma(tl.fma(0.0 - q, b, a), libdevice.fast_dividef(1.0, b), q)
     return tl.where((tl.abs(p) < float("inf")) & (q != 0.0), p, q)
+''',
+    "divide_row": '''
+def divide_row(a, b):
+    """a / b, rounded once (but for a quotient or dividend under 2^-100); b: one per row."""
+    scale = tl.where(tl.abs(b) < 1e-30, 18446744073709551616.0, 1.0)
+    scale = tl.where(b < 0.0, scale * -1.0, scale)  # of a positive divisor a quotient of 0 keeps its sign
+    b *= scale
+    inverse = tl.div_rn(tl.full([], 1.0, tl.float32), b)
+    q = a * inverse
+    p = tl.fma(tl.fma(q, b, a * -1.0), inverse * -1.0, q)
+    return tl.where(p == p, p, q) * scale
+''',
+    "divide_row_half": '''
+def divide_row_half(a, b):
+    """a / b, good to 1.5 units in the last place; b: one per row."""
+    scale = tl.where(tl.abs(b) < 1e-30, 18446744073709551616.0, 1.0)
+    return a * scale * tl.div_rn(tl.full([], 1.0, tl.float32), b * scale)
 ''',
     "root": '''
 def root(x):

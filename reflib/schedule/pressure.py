@@ -30,6 +30,7 @@ from ..target import Target
 from .uneven import across
 
 MOST, FEW = 96, 64  # values of a thread: beyond the first, as many as the second
+DIVIDED = 2  # values more: 128 x 128 bf16 by one number, 84 registers with 32 elements per thread, 39 with 16
 LINE = 32  # neighbours that are reduced over a stride: fewer would read parts of sectors
 CODE = 4096  # instructions of 16 bytes: half of the 128 KB that a multiprocessor of an H100 caches
 
@@ -38,6 +39,7 @@ def relieve(config: Config, t: Any, target: Target) -> Config:
     """``config`` with fewer elements per thread, if they take too many registers or too much code; ``t``: a
     ``heuristics.Traffic``."""
     values, instructions, threads = live(t.space), code(t.space), config.num_warps * target.warp
+    values += DIVIDED * (config.xblock == 1 and _divided(t.space))
 
     def too_many(most: int) -> bool:
         elements = config.xblock * config.rblock
@@ -77,6 +79,12 @@ def _wide(space: Any) -> list[bool]:
         of_element = any(inner & e.variables() for e in stmt_exprs(s)) or any(wide[a] for a in stmt_args(s))
         wide.append(of_element and not isinstance(s, (Const, Store, Reduce)))
     return wide
+
+
+def _divided(space: Any) -> bool:
+    """Are a row's elements divided by one number? That has no branch, so all of them are under way at once."""
+    wide = _wide(space)
+    return any(w and isinstance(s, Op) and s.op == "div" and not wide[s.args[1]] for s, w in zip(space.body, wide))
 
 
 def live(space: Any) -> int:
