@@ -22,7 +22,7 @@ price, 10 divisions: 123 us where TorchInductor, with its approximate ones, take
 approximation by what it leaves, as the hardware's own fast path does, and keep the approximation where that is NaN.
 
 A third: where a whole row has one divisor, its reciprocal is computed per row, and each quotient corrected by what it
-leaves is the exact one (P. Markstein, IBM J. Res. Dev. 34, 1990): 7 instructions without a branch, none of them one of
+leaves is the exact one (P. Markstein, IBM J. Res. Dev. 34, 1990): 6 instructions without a branch, none of them one of
 the hardware's approximations, of which a multiprocessor starts 16 per cycle, and a cast to int8 is another (rows
 quantized to int8 took 52 us on an H200, TorchInductor 39).
 """
@@ -39,22 +39,25 @@ from .triton_facts import Form
 from .triton_ops import Printer
 
 SEVERAL = 3  # exact divisions and roots of an element
+MANY = 4  # elements of a row that a thread has
 
 
-def cheap_forms(space: Space, exact: set[int]) -> tuple[dict[int, Form], set[int]]:
-    """The forms by statement, of those in ``exact`` exact ones; and the statements whose values nothing uses."""
+def cheap_forms(space: Space, exact: set[int], share: int) -> tuple[dict[int, Form], set[int]]:
+    """The forms by statement, of those in ``exact`` exact ones; and the statements whose values nothing uses. share:
+    elements per thread, if all threads have one row."""
     finder, forms = _Finder(space), {}
     each = varying(space.body, space.reduced_vars)  # not once per row
     slow = {i: f for i in exact if (space.r is None or each[i]) and (f := finder.straight(i)) is not None}
     stores = {i for i, s in enumerate(space.body) if isinstance(s, Store)}
-    inside = exact.isdisjoint(stores)  # else a kernel for eager's bits: all are exact
-    if len(slow) < SEVERAL or not inside:
+    rows = {i: f for i in exact if share >= MANY and (f := finder.by_row(i, each)) is not None}
+    if not exact.isdisjoint(stores):  # a kernel for eager's bits: all are exact
+        slow, rows = {}, {}
+    elif len(slow) < SEVERAL:
         slow = {}
     summed = _summed(space.body, exact)
     for i, s in enumerate(space.body):
         rough = i not in exact and not (i in summed and getattr(s, "op", "") == "pow")
-        f = finder.halved(i) or (finder.form(i) if rough else None)
-        if (f := f or (finder.by_row(i, each, i in exact) if inside else None) or slow.get(i)) is not None:
+        if (f := finder.halved(i) or rows.get(i) or slow.get(i) or (finder.form(i) if rough else None)) is not None:
             forms[i] = f
     live: set[int] = set()
     # An index into what holds one number everywhere is in no address; it may still have to be checked.
@@ -118,7 +121,7 @@ class _Finder:
             return None
         return Form(f"{helper}({', '.join('{%d}' % n for n in range(len(s.args)))})", s.args, helper)  # type: ignore
 
-    def by_row(self, i: int, each: Sequence[bool], exact: bool) -> Form | None:
+    def by_row(self, i: int, each: Sequence[bool]) -> Form | None:
         """A division of a row's elements by one number."""
         s = self.body[i]
         if not self._is(i, "div") or s.dtype != torch.float32:  # type: ignore[union-attr]
@@ -126,8 +129,7 @@ class _Finder:
         a, b = s.args  # type: ignore[union-attr]
         if not each[a] or each[b] or isinstance(self.body[b], Const):
             return None
-        helper = "divide_row" if exact else "divide_row_half"
-        return Form(f"{helper}({{0}}, {{1}})", (a, b), helper)
+        return Form("divide_row({0}, {1})", (a, b), "divide_row")
 
     # -- patterns -------------------------------------------------------------------------------
     def _gelu(self, half: int, sum_: int) -> Form | None:
@@ -236,12 +238,6 @@ def divide_row(a, b):
     q = a * inverse
     p = tl.fma(tl.fma(q, b, a * -1.0), inverse * -1.0, q)
     return tl.where(p == p, p, q) * scale
-''',
-    "divide_row_half": '''
-def divide_row_half(a, b):
-    """a / b, good to 1.5 units in the last place; b: one per row."""
-    scale = tl.where(tl.abs(b) < 1e-30, 18446744073709551616.0, 1.0)
-    return a * scale * tl.div_rn(tl.full([], 1.0, tl.float32), b * scale)
 ''',
     "root": '''
 def root(x):

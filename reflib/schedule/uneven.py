@@ -8,8 +8,9 @@
 * **Pointwise** kernels give a thread neighbouring elements; of a stride, each lane of a request is then in a line of
   its own, and L1 looks one line up per cycle: 8 bf16 per thread, every second one of memory, are 8 lines per request,
   and all requests take 1.0 cycles per element where memory takes 0.3 (a gate of interleaved columns: 40 us where
-  TorchInductor takes 24). Fewer elements per thread, down to 2, until L1 keeps up (max pooling of 31 x 31: 21 us with 8,
-  8 with 2). Of unaligned streams 8 are right, of eight streams or more 4, for the registers.
+  TorchInductor takes 24). Fewer elements per thread, down to 2, until L1 takes half of memory's time at most (max
+  pooling of 31 x 31: 21 us with 8, 8 with 2). Of unaligned streams 8 are right, of eight streams or more 4, for the
+  registers.
 * **Rows that memory runs across** (features of a convolution normalized over channels): as many rows per program as
   sectors hold, if that leaves much fewer of them.
 * **Rows of some tensors that are columns of others** (``(x + y.mT).sum(1)``): a loop over squares, which Triton reads
@@ -32,6 +33,7 @@ from ..ir.loops import Reduce, Scan
 from ..ir.program import Config
 from ..ir.traffic import LANES, SECTOR, WARP, Access, accesses, cost
 from ..target import Target
+from .axes import step
 from .heuristics import READ_BYTES, nearest_pow2
 
 SQUARE, MUCH_FEWER = 32, 0.6
@@ -103,7 +105,7 @@ def _pointwise(config: Config, t: Any, moved: list[Access], target: Target) -> C
     most = config.xblock
     apart = [a for a in moved if not (a.loaded or _in_pieces(a, inner)) and _apart(a, inner)]
     if apart:
-        while most > 2 * threads and _lookups(apart, inner, most // threads) > _memory(t):
+        while most > 2 * threads and _lookups(apart, inner, most // threads) > _memory(t) / 2:
             most //= 2
     elif t.streams >= 8:
         most = 4 * threads
@@ -156,9 +158,9 @@ def across(config: Config, t: Any, moved: list[Access] | None = None) -> bool:
 
 # -- how memory is touched ----------------------------------------------------------------------------
 def _apart(a: Access, x: Var) -> bool:
-    """Do neighbouring points touch more sectors than if they were neighbours in memory? (Where an index is loaded, its
-    arithmetic is what takes time.)"""
-    return a.sectors({x: WARP}) > 1.5 * (1 + WARP * a.itemsize / SECTOR)
+    """Are neighbouring points no neighbours in memory, or few of them? (Where an index is loaded, its arithmetic is what
+    takes time.)"""
+    return step(a.index, x) not in (-1, 0, 1) or a.sectors({x: WARP}) > 2 * (1 + WARP * a.itemsize / SECTOR)
 
 
 def _lookups(moved: list[Access], x: Var, elements: int) -> float:
