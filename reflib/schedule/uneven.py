@@ -158,8 +158,8 @@ def across(config: Config, t: Any, moved: list[Access] | None = None) -> bool:
 
 # -- how memory is touched ----------------------------------------------------------------------------
 def _apart(a: Access, x: Var) -> bool:
-    """Are neighbouring points no neighbours in memory, or few of them? (Where an index is loaded, its arithmetic is what
-    takes time.)"""
+    """Are neighbouring points not neighbours in memory, or few of them? (Where an index is loaded, its arithmetic takes
+    the time.)"""
     return step(a.index, x) not in (-1, 0, 1) or a.sectors({x: WARP}) > 2 * (1 + WARP * a.itemsize / SECTOR)
 
 
