@@ -21,7 +21,7 @@ are made, but the elements of a thread are computed one after another because of
 price, 10 divisions: 123 us where TorchInductor, with its approximate ones, takes 44). Those here correct the hardware's
 approximation by what it leaves, as the hardware's own fast path does, and keep the approximation where that is NaN.
 
-A third: where a whole row has one divisor, its reciprocal is computed per row, and each quotient corrected by what it
+A third, in rows of which bytes are stored or that are divided twice: where a whole row has one divisor, its reciprocal is computed per row, and each quotient corrected by what it
 leaves is the exact one (P. Markstein, IBM J. Res. Dev. 34, 1990): 6 instructions without a branch, none of them one of
 the hardware's approximations, of which a multiprocessor starts 16 per cycle, and a cast to int8 is another (rows
 quantized to int8 took 52 us on an H200, TorchInductor 39).
@@ -50,6 +50,9 @@ def cheap_forms(space: Space, exact: set[int], share: int) -> tuple[dict[int, Fo
     slow = {i: f for i in exact if (space.r is None or each[i]) and (f := finder.straight(i)) is not None}
     stores = {i for i, s in enumerate(space.body) if isinstance(s, Store)}
     rows = {i: f for i in exact if share >= MANY and (f := finder.by_row(i, each)) is not None}
+    narrow = any(s.dtype.itemsize == 1 for s in space.body if isinstance(s, Op) and s.dtype != torch.bool)
+    if len(rows) < 2 and not narrow:  # float32 takes memory as long as one division
+        rows = {}
     if not exact.isdisjoint(stores):  # a kernel for eager's bits: all are exact
         slow, rows = {}, {}
     elif len(slow) < SEVERAL:
