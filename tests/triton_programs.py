@@ -70,6 +70,16 @@ class Interpreted(Backend):
         return counted
 
 
+def tied() -> tuple[torch.Tensor]:
+    """Columns of few different values: of infinities alone, with NaN, with either infinity first or last."""
+    x = (torch.rand(9001, 24) * 6).round()
+    x[:, 0], x[:, 1], x[:, 2] = float("inf"), float("-inf"), float("nan")
+    x[7, 3] = x[5000, 3] = float("nan")
+    x[0, 4] = x[-1, 5] = float("inf")
+    x[0, 6] = x[-1, 7] = float("-inf")
+    return (x,)
+
+
 def _poisoned(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty_strided(size, stride, dtype=dtype)
     return out.fill_(float("nan") if dtype.is_floating_point else 77)
@@ -310,6 +320,9 @@ PROGRAMS: Programs = {
     "views": (
         lambda x: (x.t().reshape(-1) + 1, x[:, ::2].cos(), x.expand(3, *x.shape).sum(0), F.pad(x, (1, 2)) * 2),
         lambda: (randn(12, 20),), {},
+    ),
+    "positions of columns": (
+        lambda x: (x.argmax(0), x.argmin(0), x.amax(0), x.nan_to_num(2, 5, 0).short().argmin(0)), tied, {},
     ),
     "long": (lambda x: (x.sum(), x.amax(), x.argmax(), (x * 2).mean(0)), lambda: (randn(3, 20000),), {}),
     "product and gelu": (

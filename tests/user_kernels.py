@@ -155,14 +155,14 @@ def described(x: Tensor) -> Tensor:
 
 @torch.library.triton_op("user_kernels::describing", mutates_args=())
 def describing(x: Tensor) -> Tensor:
-    """What PyTorch captures under Dynamo only: descriptors, here one of columns, and a grid of what has a default."""
+    """Descriptors, here one of columns, which PyTorch captures under Dynamo only; an argument has its default."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     rows, columns = x.shape
     out = x.new_empty(rows, 32)
     a = TensorDescriptor(x, [rows, 32], [columns, 1], [16, 32])
     b = TensorDescriptor.from_tensor(out, [16, 32])
-    torch.library.wrap_triton(matrix_kernel)[lambda meta: (triton.cdiv(rows, meta["M"]),)](a, b)
+    torch.library.wrap_triton(matrix_kernel)[lambda meta: (triton.cdiv(rows, meta["M"]),)](a, b, M=16)
     return out
 
 

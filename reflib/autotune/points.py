@@ -197,7 +197,8 @@ def _ask(q: Question, sizes: dict[str, int], work: Work) -> Point:
     """Send the candidates that are valid at these sizes to be measured."""
     choice, tuning = q.choice, work.tuning
     values = {s.name: sizes.get(s.name, s.hint or 1) for s in node_symbols(choice)}
-    valid = {key: a for key, a in q.candidates.items() if all(holds(g, values) for g in a.predicate)}
+    of_sizes = {key: [g for g in a.predicate if g.kind != "aligned"] for key, a in q.candidates.items()}
+    valid = {k: q.candidates[k] for k, facts in of_sizes.items() if all(holds(g, values) for g in facts)}
     left_out = tuple(Candidate(key, "guard", why="what it assumes of the sizes does not hold here")
                      for key in q.candidates if key not in valid)  # fmt: skip
     default = q.default

@@ -36,7 +36,8 @@ import torch
 
 from ..fuse.decided import without_selects
 from ..fuse.dependencies import Dependencies, dependencies
-from ..fuse.inline_loads import MAX_TEXT, Producer, make_producer, makes_all, replace_loads
+from ..fuse.inline_loads import MAX_TEXT
+from ..fuse.producers import Producer, make_producer, makes_all, replace_loads
 from ..ir.expr import Expr, Var, expr, in_range, max_value
 from ..ir.loops import Axis, BodyBuilder, Indirect, Load, LoopNest, Op, Origin, Reduce, Scan, Stmt, map_stmt, stmt_exprs
 from ..ir.ops import value_dtype

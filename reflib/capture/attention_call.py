@@ -24,6 +24,7 @@ LONG = 1024  # keys: with fewer, two products and a softmax of ours are faster o
 TILE, FLOPS_PER_SECOND, BYTES_PER_SECOND, LAUNCHES = 128, 2.5e14, 3e12, 8e-6  # of short lengths, on an H100
 BIASED = 3.3e-8  # seconds per tile whose scores get a bias or a mask, on an H200
 IN_PLACE = [getattr(operator, n) for n in dir(operator) if n.startswith("i") and hasattr(operator, f"__{n[1:]}__")]
+WRITING = {"__setitem__", *(f"__{f.__name__}__" for f in IN_PLACE)}  # methods
 _MODES = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled", "_enter_inference_mode")
 CONTIGUOUS = ("contiguous", "reshape", "flatten")
 
@@ -72,7 +73,8 @@ def writes(node: Node) -> bool:
     """May the call write to a tensor, or change a mode that later calls depend on?"""
     target = node.target
     if node.op == "call_method":
-        return str(target).endswith("_") and not str(target).startswith("__")
+        name = str(target)
+        return name in WRITING or name.endswith("_") and not name.startswith("__")
     if node.op != "call_function":
         return node.op == "call_module"
     if isinstance(target, torch._ops.OpOverload):

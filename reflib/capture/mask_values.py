@@ -99,14 +99,16 @@ def _hiding(node: Any, lowest: float, seen: dict[Node, tuple[int, bool]]) -> tup
     if not isinstance(node, Node):
         low = isinstance(node, (int, float)) and abs(node) >= -lowest
         return int(low), low and math.isfinite(node)
+    if isinstance(fake := value(node), torch.SymFloat):  # another number in the next call
+        return int(abs(fake.node.hint or 0.0) >= -lowest), True
     if node not in seen:
-        fake, found = value(node), list[tuple[int, bool]]()
+        found = list[tuple[int, bool]]()
         if (known := computed(node)) is not None:
             low = known <= lowest
             rows = low.all(-1) & known.isfinite().any(-1) if known.dim() else low
             found = [(int(low.any()), bool(rows.any()))]
         elif isinstance(fake, torch.Tensor) and fake.is_floating_point():
-            written = any(writes(n) and _of(n, {node}) for n in node.graph.nodes)
+            written = writes(node) or any(writes(n) and _of(n, {node}) for n in node.graph.nodes)
             found = [(0, written or node.op == "placeholder" and not fake.requires_grad)]
             if named(node) in KNOWN:
                 found += [_hiding(a, lowest, seen) for a in tree_leaves((node.args, node.kwargs))]

@@ -19,7 +19,7 @@ Passes that plug in before it (``driver.BEFORE``), as a rule (``legality.RULES``
 * ``mix_order``: column sums that the kernel which reduces the rows can compute as well.
 * ``split``, ``split_online`` (softmax), ``split_rows`` (losses): a reduction in two, so the whole machine has work.
 * ``inline_loads``: a cheap producer that is read at other elements than it writes (cat, pad, slices, broadcasts) is
-  computed again where it is read. ``unroll``: sums of few elements, likewise; ``reversal``: scans read backwards.
+  computed again where it is read (``producers``). ``unroll``: sums of few elements; ``reversal``: scans read backwards.
 * ``picks``: one element of a row that a scan or a sort makes is found by a reduction over the row, which then fuses.
 * ``casts``: a cast before a matmul becomes its prologue; one behind it is left to its readers.
 * ``templates``, ``launch_epilogues``: what joins a matmul, a user's kernel; ``scatters``, ``seeds``: those of ours.

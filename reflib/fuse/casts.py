@@ -25,7 +25,7 @@ from ..ir.program import Node, Program, Template, View
 from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies, remove_dead, used_buffers
-from .inline_loads import make_producer, replace_loads
+from .producers import make_producer, replace_loads
 from .result import Fused, Group
 
 TILE = 128

@@ -1,10 +1,8 @@
 """Cheap producers, computed again where they are read.
 
 ``cat([a + 1, b * 2])`` reads two buffers at other elements than they were written at, so it has no iteration space in
-common with the kernels that make them. But ``a + 1`` costs nothing to compute again: the load of ``buf[e]`` becomes the
-producer's body, with its axes recovered from the offset ``e`` (``axis = e // stride % size``, which usually simplifies
-to the consumer's own variables). A masked load makes the producer's loads masked, by both masks, and the positions that
-it reads at, where they may be out of range then, 0.
+common with the kernels that make them. But ``a + 1`` costs nothing to compute again: the load becomes the producer's
+body (``producers``).
 
 A pooling reads several elements of its input per result. Its producer is computed again for each of them where that is
 less work than to store the input and read it back: ``avg_pool(relu(bn(x)))`` is one kernel.
@@ -13,38 +11,22 @@ less work than to store the input and read it back: ``avg_pool(relu(bn(x)))`` is
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
 
-import torch
-
-from ..ir.expr import Atom, Expr, Ref, Var, expr, nonneg, product
-from ..ir.instructions import INSTRUCTIONS, LOAD, LOAD_VECTOR, PER_BYTE, POSITION
-from ..ir.loops import (
-    BodyBuilder,
-    Const,
-    Indirect,
-    Load,
-    LoopNest,
-    Op,
-    Reduce,
-    Stmt,
-    Store,
-    map_stmt,
-    stmt_args,
-    stmt_exprs,
-)
+from ..ir.expr import Expr, Ref, Var, expr, nonneg, product
+from ..ir.instructions import INSTRUCTIONS, LOAD, PER_BYTE, weight, work_of
+from ..ir.loops import Const, Indirect, Load, LoopNest, Op, Reduce, Store, stmt_exprs
 from ..ir.program import Extern, Node, Program
 from ..ir.transforms import divisions, needed, varying
 from ..options import Options
 from ..target import Target
-from .decided import Exprs, decided, held, joined, narrowed, shared_loads, without_selects
+from .decided import Exprs, held, joined
 from .dependencies import Dependencies, dependencies, remove_dead
 from .legality import Cluster, common_space, single
-from .mapping import strides_of
 from .places import LAUNCH
+from .producers import Producer, gathers, make_producer, makes_all, replaced
 from .result import Fused, Reason
 from .split import row_major
 
@@ -89,17 +71,6 @@ class _Work:
                     self.reads_no_more(p.position, read)
 
 
-@dataclass(frozen=True)
-class Producer:
-    """A pointwise loop nest that writes a buffer, and how its axes are computed from an offset into that buffer."""
-
-    position: int
-    loops: LoopNest
-    store: Store
-    strides: tuple[tuple[Atom, Expr, Expr], ...]  # (variable, stride, size), greatest stride first
-    start: Expr
-
-
 def inline_loads(fused: Fused, options: Options, target: Target) -> Fused:
     """Replace loads that could not be fused by the bodies of their producers, where that is cheap; a producer whose
     result nothing reads afterwards is removed. Assumes a legal order."""
@@ -121,13 +92,6 @@ def inline_loads(fused: Fused, options: Options, target: Target) -> Fused:
     return replace(fused, program=remove_dead(replace(program, nodes=tuple(work.nodes))))
 
 
-def makes_all(program: Program, loops: LoopNest, store: Store) -> bool:
-    """Is what is read from the buffer behind ``loops`` what ``store`` stored? (Not where that is a slice.)"""
-    buffer = program.buffers[store.buffer]
-    alone = sum(s.buffer == store.buffer for s in loops.stores()) == 1
-    return alone and (buffer.kind == "temp" or loops.numel == buffer.numel)
-
-
 def _producer(position: int, loops: LoopNest, store: Store, depends: Dependencies) -> Producer | None:
     if loops.reduced or any(isinstance(s, Reduce) for s in loops.body):
         return None
@@ -136,21 +100,6 @@ def _producer(position: int, loops: LoopNest, store: Store, depends: Dependencie
     if store.reduce or len(depends.writers[store.buffer]) != 1 or set(loops.reads()) & set(loops.writes()):
         return None
     return make_producer(position, loops, store)
-
-
-def make_producer(position: int, loops: LoopNest, store: Store) -> Producer | None:
-    """How to find an element's axes from its offset; None if the store's strides do not determine them."""
-    found = strides_of(store.index, loops.axes)
-    if found is None:
-        return None
-    axes = [(a.var, s, a.size) for a, s in zip(loops.axes, found[0], strict=True) if a.size != 1]
-    axes.sort(key=lambda t: -t[1].hint())
-    below = expr(1)  # elements that the axes below reach
-    for _, stride, size in reversed(axes):
-        if not nonneg(stride - below):
-            return None
-        below = below + (size - 1) * stride
-    return Producer(position, loops, store, tuple(axes), found[1])
 
 
 def _inline_into(loops: LoopNest, position: int, work: _Work) -> LoopNest:
@@ -368,26 +317,9 @@ def _stored(p: Producer, work: _Work) -> bool:
     return sum(buffers[b].nbytes.hint() for b in freed) > 1.02 * buffers[name].nbytes.hint()
 
 
-def work_of(loops: LoopNest) -> int:
-    """Instructions per point."""
-    return sum(map(weight, loops.body))
-
-
-def weight(s: Stmt) -> int:
-    if isinstance(s, Op):
-        return INSTRUCTIONS.get(s.op, 1)
-    if isinstance(s, Load):
-        return LOAD if len(s.index.variables()) > 1 else LOAD_VECTOR
-    return POSITION if isinstance(s, Indirect) else 0
-
-
 def _alone(p: Producer, depends: Dependencies) -> bool:
     """Can the producer's store go? If not, reading it must cost no less than reading what it was made from."""
     return p.store.buffer not in depends.needed or len(p.loops.reads()) <= 1
-
-
-def gathers(loops: LoopNest) -> bool:
-    return any(isinstance(s, Indirect) for s in loops.body)
 
 
 def _positions(loops: LoopNest) -> set[int]:
@@ -426,91 +358,3 @@ def _lanes(loops: LoopNest, s: Load) -> int:
     tests = needed(loops.body, () if s.mask is None else (s.mask,))
     asked = {v for i in tests for e in stmt_exprs(loops.body[i]) for v in e.variables()}
     return max(1, product(v.size for v in asked | s.index.variables()).hint())
-
-
-def replace_loads(loops: LoopNest, *producers: Producer) -> LoopNest:
-    """``loops`` with every load of the producers' buffers, also those in the producers, replaced by its computation."""
-    b = BodyBuilder()
-    ids: dict[int, int] = {}
-    made, known = {p.store.buffer: p for p in producers}, dict[Load, int]()
-    for i, s in enumerate(loops.body):
-        ids[i] = _add(b, map_stmt(s, ids), made, known)
-    origins = tuple(dict.fromkeys(o for x in (*(p.loops for p in producers), loops) for o in x.origins))
-    return replace(loops, body=decided(tuple(b.body)), origins=origins)
-
-
-def replaced(loops: LoopNest, *producers: Producer, gpu: bool) -> LoopNest:
-    """``replace_loads``, and what two masks select from is computed once."""
-    out = replace_loads(loops, *producers)
-    if gpu:
-        return replace(out, body=without_selects(shared_loads(out.body)))
-    return replace(out, body=without_selects(out.body)) if any(gathers(p.loops) for p in producers) else out
-
-
-def _add(b: BodyBuilder, s: Stmt, made: Mapping[str, Producer], known: dict[Load, int]) -> int:
-    """The position of the value of ``s``. ``known``: the loads that were replaced."""
-    if not isinstance(s, Load) or s.buffer not in made:
-        return b.add(s)
-    if s not in known:
-        known[s] = _insert(b, made[s.buffer], s, partial(_add, made=made, known=known))
-    return known[s]
-
-
-def _insert(b: BodyBuilder, p: Producer, load: Load, add: Callable[[BodyBuilder, Stmt], int]) -> int:
-    """The producer's body at the element that ``load`` reads; returns the position of the value."""
-    env = _axes_at(load.index, p, *narrowed(b, load.mask))
-    ids: dict[int, int] = {}
-    known = _known(p.loops, env) if load.mask is not None and gathers(p.loops) else set()
-    for i, s in enumerate(p.loops.body):
-        if isinstance(s, Store):
-            if s == p.store:
-                value = ids[s.value]
-                break
-            continue
-        if isinstance(s, Indirect) and load.mask is not None and s.arg not in known:  # in range, where it is not read
-            ids[s.arg] = b.op("where", load.mask, ids[s.arg], b.const(0, torch.int64))
-        new = map_stmt(s, ids, env)
-        if isinstance(s, Load) and isinstance(new, Load) and load.mask is not None and not _small(s, env):
-            mask = load.mask if new.mask is None else b.op("and", load.mask, new.mask)
-            new = replace(new, mask=mask)
-        ids[i] = add(b, new)
-    if load.mask is None:
-        return value
-    return b.op("where", load.mask, value, b.const(load.other, b.dtype(value)))
-
-
-def _known(loops: LoopNest, env: Exprs) -> set[int]:
-    """Statements whose value, where a mask does not hold, is one that they have elsewhere: computed from coordinates
-    that are in range in any case."""
-    out: set[int] = set()
-    for i, s in enumerate(loops.body):
-        if isinstance(s, Load):
-            if _small(s, env):
-                out.add(i)
-        elif all(_in_range(v, env) for e in stmt_exprs(s) for v in e.variables()) and out.issuperset(stmt_args(s)):
-            out.add(i)
-    return out
-
-
-def _in_range(v: Var, env: Exprs) -> bool:
-    return v in env and nonneg(env[v]) and nonneg(v.size - 1 - env[v])
-
-
-def _small(load: Load, env: Exprs) -> bool:
-    """Is it an element of a vector, such as a norm's weights, that can be read whatever the mask? Loads for several
-    masks are then one."""
-    walked = load.index.variables()
-    if load.mask is not None or len(walked) > 1 or load.index.atoms() - set(walked):
-        return False
-    return all(_in_range(v, env) for v in walked)
-
-
-def _axes_at(index: Expr, p: Producer, narrow: Exprs, widen: Exprs) -> Exprs:
-    """The producer's variables as functions of the consumer's, for the element at ``index``."""
-    env: Exprs = {a.var: expr(0) for a in p.loops.axes if a.size == 1}
-    rest = index.subs(narrow) - p.start
-    for n, (var, stride, size) in enumerate(p.strides):
-        quotient = rest // stride
-        env[var] = (quotient if n == 0 or size == 0 else quotient % size).subs(widen)
-        rest = rest % stride
-    return env

@@ -28,9 +28,9 @@ from ..lower.context import contiguous_strides
 from ..options import Options
 from ..target import Target
 from .dependencies import dependencies
-from .inline_loads import makes_all
 from .legality import common_space, single
 from .mapping import fresh
+from .producers import makes_all
 from .result import Fused, Reason
 from .split import row_major
 
@@ -97,7 +97,7 @@ def _along(loops: LoopNest, rows: Rows) -> Var | None:
     """The axis along which ``loops`` scans short rows, or reads those of a scan."""
     if _scans(loops):
         v = loops.reduced[0].var
-        return v if v.size.constant is not None and v.size.constant <= LONGEST else None
+        return v if 0 < (v.size.constant or 0) <= LONGEST else None
     if loops.reduced:
         return None
     read = [(s.index, rows[s.buffer]) for s in loops.loads() if s.buffer in rows]

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from ..ir.expr import Ref, product
-from ..ir.instructions import PER_BYTE
+from ..ir.instructions import PER_BYTE, work_of
 from ..ir.loops import Axis, Indirect, Load, LoopNest, Op, Reduce, Scan, Store, stmt_args
 from ..ir.ops import value_dtype
 from ..ir.program import Buffer, Node, Program
@@ -25,8 +25,9 @@ from ..lower.context import contiguous_strides
 from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies, used_buffers
-from .inline_loads import EXPENSIVE, MAX_BODY, gathers, make_producer, makes_all, replace_loads, work_of
+from .inline_loads import EXPENSIVE, MAX_BODY
 from .places import LAUNCH
+from .producers import gathers, make_producer, makes_all, replace_loads
 from .result import Fused
 from .split import row_major
 

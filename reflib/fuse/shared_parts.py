@@ -35,11 +35,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..ir.expr import Atom, Expr, IntLike, Var, expr
-from ..ir.instructions import PER_BYTE
+from ..ir.instructions import PER_BYTE, work_of
 from ..ir.loops import Indirect, Load, LoopNest, Op, Store
 from ..ir.program import Program
 from .dependencies import Dependencies
-from .inline_loads import work_of
 
 RUN = 128  # bytes
 STORES = 16  # into one tensor, by one kernel: ``legality`` compares as many

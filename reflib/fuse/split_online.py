@@ -27,7 +27,7 @@ from ..ir.transforms import needed, varying
 from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies
-from .inline_loads import make_producer, makes_all, replace_loads
+from .producers import make_producer, makes_all, replace_loads
 from .result import Fused
 from .split import (
     Cut,

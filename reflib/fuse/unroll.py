@@ -14,6 +14,9 @@ the same rows (a norm of 4 features), or put its result back beside each element
 go along these. Triton then spreads a row's few elements over warps, and what is computed per row goes through shared
 memory, a barrier each time. Written out, a thread has all elements of its rows, and nothing is exchanged.
 
+**Shared elements** (likewise). All pairs of two short lists of points read each coordinate thousands of times: from
+the cache. What counts is how many lanes work, and of a row of 5 in a block of 8 three lanes do not.
+
 Of an argmax or argmin, the extreme value first, then the first position that has it (or NaN); comparisons of positions
 that are decided then go (``decided``): of three parts that a ``stack`` joins, an element is one.
 
@@ -35,8 +38,9 @@ from ..target import Target
 from .decided import decided
 from .dependencies import Dependencies, dependencies, remove_dead
 from .emit import kind_of
-from .inline_loads import MAX_BODY, Producer, make_producer, makes_all, replace_loads
+from .inline_loads import MAX_BODY
 from .legality import common_space, single
+from .producers import Producer, make_producer, makes_all, replace_loads
 from .result import Fused, Reason
 
 LONGEST = 8  # elements: from a second row of them on, a thread has their registers twice
@@ -122,7 +126,9 @@ def across(fused: Fused, options: Options, target: Target) -> Fused:
     buffers = fused.program.buffers
 
     def new(n: Node) -> Node:
-        if not isinstance(n, LoopNest) or not _few(n) or any(s.reduce for s in n.stores()) or not _strided(n, buffers):
+        if not isinstance(n, LoopNest) or not _few(n) or any(s.reduce for s in n.stores()):
+            return n
+        if not _strided(n, buffers) and not _shared(n, buffers):
             return n
         written_out = unrolled(n)
         return written_out if len(written_out.body) <= MAX_BODY else n
@@ -139,6 +145,13 @@ def _strided(loops: LoopNest, buffers: dict[str, Buffer]) -> bool:
     few = {a.var: a.size.hint() for a in loops.reduced}
     near = [cost(moved, {a.var: min(LONGEST, a.size.hint())}) for a in loops.parallel if a.size.hint() > 1]
     return min(near, default=inf) < cost(moved, few)
+
+
+def _shared(loops: LoopNest, buffers: dict[str, Buffer]) -> bool:
+    """Is each element read for many results?"""
+    moved = [a for a in accesses(loops.body, buffers) if any(map(a.varies, loops.reduced_vars))]
+    many = [a.var for a in loops.parallel if a.size.hint() > LONGEST]
+    return all(any(not a.varies(v) for v in many) for a in moved)
 
 
 def _moves_less(program: Program, depends: Dependencies, loops: LoopNest) -> bool:

@@ -26,7 +26,7 @@ from math import inf
 import torch
 
 from ..ir.expr import Expr, Ref
-from ..ir.instructions import PER_BYTE
+from ..ir.instructions import PER_BYTE, weight
 from ..ir.loops import Const, Index, Load, LoopNest, Op, Stmt, Store, stmt_args
 from ..ir.program import Buffer, Node, Program
 from ..ir.transforms import needed, select
@@ -35,7 +35,8 @@ from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies
 from .driver import grouped
-from .inline_loads import MAX_BODY, make_producer, makes_all, replaced, weight
+from .inline_loads import MAX_BODY
+from .producers import make_producer, makes_all, replaced
 from .recompute import drop_stores
 from .result import Fused
 from .split import row_major

@@ -12,8 +12,8 @@ from collections.abc import Collection
 
 import torch
 
-from ..ir.expr import Expr, Sym
-from ..ir.loops import Const, Load, Reduce, Scan, Store
+from ..ir.expr import Expr, Sym, expr
+from ..ir.loops import Const, Index, Load, Reduce, Scan, Store
 from ..ir.ops import identity
 from ..ir.program import Buffer, Config
 from ..ir.transforms import needed, phases, varying
@@ -285,7 +285,7 @@ class PartPrinter(StatementPrinter):
         dtype, identity, _ = self._accumulator(s)
         self.put(f"acc{i}{self.tag} = tl.full({FULL}, {identity}, {TL[dtype]})")
         if s.kind in ("argmax", "argmin"):
-            self.put(f"at{i}{self.tag} = tl.full({FULL}, {2**63 - 1}, tl.int64)")
+            self.put(f"at{i}{self.tag} = tl.full({FULL}, {0 if self._in_order(s) else 2**63 - 1}, tl.int64)")
 
     def _accumulate(self, i: int) -> None:
         s = self._reduction(i)
@@ -293,14 +293,19 @@ class PartPrinter(StatementPrinter):
         acc, value = f"acc{i}{self.tag}", self._masked(self.operand(s.args[0], dtype), identity)
         if s.kind in ("argmax", "argmin"):
             index = self._masked(self.operand(s.args[1], torch.int64), str(2**63 - 1))
-            at = f"at{i}{self.tag}"
-            self.put(f"{acc}, {at} = {self.needs.helper(s.kind + '_of')}({acc}, {at}, {value}, {index})")
+            at, helper = f"at{i}{self.tag}", f"{s.kind}_{'next' if self._in_order(s) else 'of'}"
+            self.put(f"{acc}, {at} = {self.needs.helper(helper)}({acc}, {at}, {value}, {index})")
         elif helper in ("sum_of", "product_of"):
             keep = "" if dtype.itemsize >= 4 else f".to({TL[dtype]})"
             sign = "+" if helper == "sum_of" else "*"
             self.put(f"{acc} = ({acc} {sign} {value}){keep}" if keep else f"{acc} = {acc} {sign} {value}")
         else:
             self.put(f"{acc} = {self.needs.helper(helper)}({acc}, {value})")
+
+    def _in_order(self, s: Reduce) -> bool:
+        """Of an argmax: are its positions 0, 1, ..., so that a loop meets the smaller one first?"""
+        at, r = self.space.body[s.args[1]], self.space.r
+        return isinstance(at, Index) and r is not None and at.expr == expr(r)
 
     def _finish(self, i: int) -> None:
         s = self._reduction(i)

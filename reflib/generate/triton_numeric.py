@@ -42,6 +42,18 @@ def argmin_of(a, i, b, j):
     take = (a < b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))
     return tl.where(take, a, b), tl.where(take, i, j)
 ''',
+    "argmax_next": '''
+def argmax_next(a, i, b, j):
+    """The greater value's index, where i < j."""
+    keep = (a >= b) | (a != a)
+    return tl.where(keep, a, b), tl.where(keep, i, j)
+''',
+    "argmin_next": '''
+def argmin_next(a, i, b, j):
+    """The smaller value's index, where i < j."""
+    keep = (a <= b) | (a != a)
+    return tl.where(keep, a, b), tl.where(keep, i, j)
+''',
     "floordiv_int": '''
 def floordiv_int(a, b):
     """Rounds down; 0 where b is 0."""

@@ -9,6 +9,8 @@ vector 0.12. But a kernel that repeats work also waits: of 6, 8 and 12 per byte 
 functions in which they differ, kernels' times on an H200: the geometric mean with 12 is 1.05 times that with 6).
 """
 
+from .loops import Indirect, Load, LoopNest, Op, Stmt
+
 PER_BYTE = 6
 LOAD, LOAD_VECTOR, POSITION = 8, 2, 4  # of what L2 or L1 has; of the same few elements; of a place that is computed
 
@@ -20,3 +22,16 @@ INSTRUCTIONS = {
     "sinh": 32, "cosh": 18, "tanh": 20, "asinh": 58, "acosh": 66, "atanh": 40, "sigmoid": 22, "pow": 102,
     "erf": 26, "erfc": 46, "lgamma": 210, "fmod": 62, "remainder": 66, "floordiv": 86, "truncdiv": 14, "philox": 20,
 }  # fmt: skip
+
+
+def work_of(loops: LoopNest) -> int:
+    """Instructions per point."""
+    return sum(map(weight, loops.body))
+
+
+def weight(s: Stmt) -> int:
+    if isinstance(s, Op):
+        return INSTRUCTIONS.get(s.op, 1)
+    if isinstance(s, Load):
+        return LOAD if len(s.index.variables()) > 1 else LOAD_VECTOR
+    return POSITION if isinstance(s, Indirect) else 0

@@ -431,7 +431,7 @@ def kernels_and_calls(nodes: Iterable[Node]) -> tuple[int, int]:
 
 
 def holds(a: Assume, sizes: Any) -> bool:
-    """Is the fact about sizes true for these (symbol name -> int)?"""
+    """Is the fact about sizes true for these (symbol name -> int)? (``aligned`` is one about an address.)"""
     value = int(a.what.evaluate(sizes))
     return {
         "at_most": value <= a.value,

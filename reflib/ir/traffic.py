@@ -17,7 +17,7 @@ that begins anywhere touches 1 + (bytes - itemsize) / 32 sectors on average::
 Sizes known at run time only count by their hints: this chooses, and proves nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -88,12 +88,14 @@ def _divided(a: BinOp, inner: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return inner
 
 
-def accesses(body: Sequence[Stmt], buffers: Mapping[str, Buffer]) -> list[Access]:
-    """The loads and stores of ``body``, each element of a buffer once."""
+def accesses(
+    body: Sequence[Stmt], buffers: Mapping[str, Buffer], only: Container[int] | None = None
+) -> list[Access]:
+    """The loads and stores of ``body`` (``only``: of those statements), each element of a buffer once."""
     made_of: list[frozenset[Expr]] = []  # per statement: the index expressions behind its value
     out: dict[tuple[type, str, Expr], Access] = {}
-    for s in body:
-        if isinstance(s, (Load, Store)):
+    for i, s in enumerate(body):
+        if isinstance(s, (Load, Store)) and (only is None or i in only):
             loaded = frozenset().union(*(made_of[a.id] for a in s.index.atoms() if isinstance(a, Ref)))
             itemsize = buffers[s.buffer].dtype.itemsize
             out[type(s), s.buffer, s.index] = Access(s.index, itemsize, isinstance(s, Store), loaded)

@@ -48,6 +48,17 @@ def rolled(c: Expr, shift: Any, size: Expr) -> Expr:
     return mod(c + mod(-expr(shift), size), size)
 
 
+@element("linalg_cross")
+def cross(k: NestBuilder, x: View, y: View, *, dim: int = -1) -> Value:
+    d = axis(dim, len(k.shape))
+
+    def after(v: View, n: int) -> Value:
+        coords = [mod(c + n, expr(3)) if i == d else c for i, c in enumerate(k.coords)]
+        return k.load(v, coords[len(coords) - len(v.shape) :])
+
+    return after(x, 1) * after(y, 2) - after(x, 2) * after(y, 1)
+
+
 @element("repeat")
 def repeat(k: NestBuilder, x: View, repeats: Any) -> Any:
     if any(s == 0 for s in k.shape):

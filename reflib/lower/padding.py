@@ -87,7 +87,14 @@ def in_place(cx: LoweringContext, a: View, b: View, sizes: Sizes) -> Tiling | No
 
 def _is_returned(node: Any) -> bool:
     """Does the graph return it, or a view of it, or what is computed of each of its elements?"""
-    return any(u.op == "output" or _is_pointwise(u.target) and _is_returned(u) for u in node.users)
+    seen, todo = {node}, [node]
+    while todo:
+        users = todo.pop().users.keys() - seen
+        if any(u.op == "output" for u in users):
+            return True
+        seen |= users
+        todo += [u for u in users if _is_pointwise(u.target)]
+    return False
 
 
 def _is_pointwise(target: Any) -> bool:

@@ -29,9 +29,10 @@ from math import prod
 from typing import Any
 
 from ..ir.expr import Atom, BinOp, Sym, Var, expr
-from ..ir.loops import Reduce, Scan
+from ..ir.loops import Reduce, Scan, Store
 from ..ir.program import Config
 from ..ir.traffic import LANES, SECTOR, WARP, Access, accesses, cost
+from ..ir.transforms import needed, phases
 from ..target import Target
 from .axes import step
 from .heuristics import READ_BYTES, nearest_pow2
@@ -65,13 +66,26 @@ def _squares(config: Config, t: Any, target: Target) -> Config | None:
     rows, length = x.size.hint(), r.size.hint()
     if config.reduction == "mixed" or any(isinstance(i, Scan) for i in t.space.body):
         return None
-    if length < SQUARE or 4 * rows < 3 * SQUARE * target.units:
+    if length < SQUARE or 4 * rows < 3 * SQUARE * target.units or t.shared:
         return None
-    moved = accesses(t.space.body, t.buffers)
+    moved = [a for a in accesses(t.space.body, t.buffers) if a.varies(r)]
     now = cost(moved, {x: min(config.xblock, rows), r: min(config.rblock, length)})
-    if t.passes * cost(moved, {x: SQUARE, r: 2 * SQUARE}) > MUCH_FEWER * now:
+    square = {x: SQUARE, r: 2 * SQUARE}
+    if sum(cost(each, square) for each in _by_pass(t)) > MUCH_FEWER * now:
         return None
-    return replace(config, reduction="looped", xblock=SQUARE, rblock=2 * SQUARE, num_warps=8)
+    few = 2 if rows < 2 * SQUARE * target.units and length >= 4 * SQUARE else 1  # one program per multiprocessor
+    return replace(config, reduction="looped", xblock=SQUARE, rblock=2 * few * SQUARE, num_warps=8 * few)
+
+
+def _by_pass(t: Any) -> list[list[Access]]:
+    """What each pass of a loop over the rows reads and writes along them: what its sums and its stores need."""
+    body, r, out = t.space.body, t.space.r, []
+    level = phases(body)
+    for n in range(max(level) + 1):
+        wanted = [i for i, s in enumerate(body) if level[i] == n and isinstance(s, (Reduce, Store))]
+        ids = needed(body, wanted, lambda i: not isinstance(body[i], Reduce))
+        out.append([a for a in accesses(body, t.buffers, set(ids)) if a.varies(r)])
+    return out
 
 
 def _columns(config: Config, t: Any, target: Target) -> Config:

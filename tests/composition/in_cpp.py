@@ -38,14 +38,15 @@ class Failed(ReflibError, IndexError):
 
 class Exported(Packaged):
     def load(self, device: str, args: Any, kwargs: Any) -> Callable[..., Any]:
+        folder = Path(self.folder.name, "project")
         if not self.path.exists():
             called.append(self)
             self.make(args, kwargs)
-        folder = Path(self.folder.name, "project")
-        export_cpp(self.path, folder)
+            export_cpp(self.path, folder)
+            self.library = _built(folder, [library()] if "c_shims" in self.options else [])
         with manifest.opened(self.path) as (_, about):
             (program,) = about.programs.values()
-        return _Model(_built(folder, [library()] if "c_shims" in self.options else []), program, torch.device(device))
+        return _Model(self.library, program, torch.device(device))
 
 
 # -- compiling ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import reflib
-from reflib.errors import CaptureError, OptionError, PackageError
+from reflib.errors import CaptureError, OptionError, PackageError, ReflibError
 from tests.checking import check
 from tests.composition.features import Affine
 from tests.composition.in_cpp import Exported
@@ -94,11 +94,24 @@ def results_of_its_own_memory(device: str) -> None:
     check(f, Exported(f), randn(64, 64, device=device))
 
 
+def refused_under_capture(device: str) -> None:
+    """Before anything is launched: a call afterwards is as before."""
+    f = lambda x, w: torch.softmax(x @ w, -1).sum(0)  # noqa: E731
+    c, args = Exported(f), (randn(64, 96, device=device), randn(96, 32, device=device))
+    check(f, c, *args)
+    refused = pytest.raises(ReflibError, match="a call cannot be captured in a CUDA graph")
+    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        c(*args)
+    check(f, c, *args)
+
+
 NOT_EXPORTED = NOT_IN_PACKAGES | {
     "a_registered_op_without_tuning": ("the op that is called is in Python", an_op_in_python),
     "custom_ops_in_python": ("C++ has no Python", an_op_in_python),
     "input_ranges": ("where no range fits, the op in Python is called", an_op_in_python),
     "outputs_that_are_no_tensors": ("C++ has no value for text", text_among_the_results),
     "check_nan": ("a tool for Python", nan_is_looked_for_in_python),
+    "captured_in_a_cuda_graph": ("its memory is the driver's, in the order of a stream", refused_under_capture),
+    "split_k_words_under_capture": ("its memory is the driver's, in the order of a stream", refused_under_capture),
     "no_more_memory_than_eager": ("PyTorch's profiler does not see its memory", results_of_its_own_memory),
 }

@@ -256,6 +256,18 @@ def written_later(q, k, v, keep):
     return (q @ k.mT * 0.3 + mask[:, None, None]).softmax(-1) @ v
 
 
+def added_by_a_method(q, k, v, keep):
+    mask = torch.zeros(q.shape[2], k.shape[2], dtype=q.dtype)
+    mask.__iadd__(torch.full_like(mask, torch.finfo(q.dtype).min))
+    return (q @ k.mT * 0.3 + mask).softmax(-1) @ v
+
+
+def added_in_place(q, k, v, keep):
+    mask = torch.zeros(q.shape[2], k.shape[2], dtype=q.dtype)
+    mask += torch.full_like(mask, torch.finfo(q.dtype).min)
+    return (q @ k.mT * 0.3 + mask).softmax(-1) @ v
+
+
 def learned(q, k, v, keep):
     """(As T5's bias.)"""
     mask = by_padding(q, keep) + (q[:1, :1, :1, :1] * 0).expand(1, 1, q.shape[2], k.shape[2])
@@ -268,7 +280,9 @@ def known(q, k, v, keep):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("fn", [by_keys, by_two, written_later, known], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "fn", [by_keys, by_two, written_later, added_by_a_method, added_in_place, known], ids=lambda f: f.__name__
+)
 def test_gradients_of_rows_that_a_number_hides(fn: Any, dtype: torch.dtype) -> None:
     """Those of scores that change no result are eager's. Where two masks hide, it is left alone; without gradients it
     is not, and nothing is added where no row can be hidden."""
@@ -281,9 +295,22 @@ def test_gradients_of_rows_that_a_number_hides(fn: Any, dtype: torch.dtype) -> N
     check(fn, rewritten, *args, keep, backward=True)
     assert rewritten.names() == ["softmax" if fn is by_two else "scaled_dot_product_attention"]
     added = [n for graph in rewritten.graphs for n in graph.graph.nodes if n.target in (hidden, weighted)]
-    assert len(added) == (2 if fn in (by_keys, written_later) else 0)
+    assert len(added) == (0 if fn in (by_two, known) else 2)
     with torch.no_grad():
         becomes_a_call(fn, *args, keep)
+
+
+def test_gradients_of_rows_that_a_dynamic_number_hides() -> None:
+    """(A float of a module, with dynamic sizes: an input of the graph.)"""
+    lowest, rng = LOWEST, random.Random(5)
+
+    def fn(q, k, v, keep):
+        return (q @ k.mT * 0.3 + (keep.to(q.dtype) - 1)[:, None, None] * -lowest).softmax(-1) @ v
+
+    b, n, d = 2, rng.randint(17, 40), 8 * rng.randint(1, 3)
+    args, keep = [torch.randn(b, 2, n, d, requires_grad=True) for _ in range(3)], torch.rand(b, n) < 0.7
+    keep[rng.randrange(b)] = False
+    becomes_a_call(fn, *args, keep, backward=True, dynamic=True)
 
 
 def test_a_bias_that_learns() -> None:

@@ -16,7 +16,8 @@ import reflib
 from reflib.autotune.inputs import InputSpec, make_inputs
 from reflib.autotune.subprogram import splice
 from reflib.generate.compile_triton import compile_kernel, resources
-from reflib.ir.program import Choice
+from reflib.ir.program import Choice, Extern, Variants
+from reflib.lab import told_times
 from reflib.lower.custom_ops import input_makers
 from reflib.options import Options
 from reflib.target import parse_target
@@ -199,6 +200,22 @@ def test_descriptors_are_for_aligned_matrices() -> None:
     assert variants and all({x.what for x in v.predicate} == {"arg0_1", "arg1_1"} for v in variants)
     assert not found(CASES["columns"]()) and not found(CASES["depth"]())
     assert found(CASES["rows, columns of b"]())
+
+
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_descriptors_that_are_fastest(wrapper: str) -> None:
+    """What is measured is aligned; in a call, the wrapper asks."""
+    a, b, offs = CASES["rows"]()
+    with told_times(lambda name, sizes: 1.0 if name.endswith(" tma") else 10.0):
+        e = stages((a, b, offs), "sm_90", relu_of, wrapper=wrapper, autotune="blocking")
+    decision = e.decisions[0]
+    assert str(decision.winner).endswith(" tma") and not any(c.status == "guard" for c in decision.candidates)
+    (node,) = (n for n in e.scheduled.nodes if isinstance(n, Variants) and not n.of_kernels)
+    described, other = node.variants
+    assert {(x.kind, x.what) for x in described.predicate} == {("aligned", "arg0_1"), ("aligned", "arg1_1")}
+    assert not other.predicate and isinstance(other.nodes[0], Extern) and "_grouped_mm" in str(other.nodes[0].target)
+    condition = {"python": "if aligned_arg0_1 and aligned_arg1_1:", "cpp": "if (aligned_arg0_1 && aligned_arg1_1) {"}
+    assert condition[wrapper] in e.wrapper
 
 
 # -- code -------------------------------------------------------------------------------------------

@@ -86,6 +86,28 @@ def test_rows_that_memory_runs_across_come_several_to_a_program() -> None:
     assert config.xblock >= 8 and "% 3000" in source  # neighbours in memory are neighbouring rows
 
 
+def test_rows_whose_sums_read_nothing_are_transposed_in_squares() -> None:
+    """The gradient of a cross entropy of a matrix's columns: what is summed is made of positions."""
+
+    def gradient(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        i = torch.arange(3598, device=x.device)
+        g = (i[:, None] == i) * scale
+        return g - x.t().exp() * g.sum(1, keepdim=True)
+
+    ((config, _),) = launches(explained(gradient, torch.randn(3598, 3598), torch.randn(())))
+    assert config.xblock >= 16 and config.rblock >= 16 and config.num_warps == 16
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pairs_fill_the_chip(seed: int) -> None:
+    """The nearest of many points: what is read is in the cache, and there is work for every multiprocessor."""
+    r = random.Random(seed)
+    n, m = r.randrange(3000, 6000), r.randrange(2000, 4000)
+    x, y = torch.randn(n, 3), torch.randn(m, 3)
+    for config, source in launches(explained(lambda x, y: (x[:, None] - y).abs().sum(-1).argmin(1), x, y)):
+        assert n // config.xblock >= 4 * 132 and "argmin_next" in source
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_sum_of_everything_is_cut_into_contiguous_pieces(seed: int) -> None:
     rng = random.Random(seed)

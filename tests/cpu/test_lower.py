@@ -2,6 +2,7 @@
 
 import functools
 import math
+import random
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 
 from reflib.errors import LoweringError
 from reflib.ir.interpret import interpret
-from reflib.ir.loops import LoopNest, Reduce
+from reflib.ir.loops import Indirect, LoopNest, Reduce
 from reflib.ir.program import Extern, Program, View
 from reflib.lower import decompositions
 from reflib.lower.rules import RULES
@@ -141,6 +142,18 @@ def test_moving_elements(mode):
     )
     check(lambda x, y: (x.repeat(2, 1, 3), x.tril(1), y.triu(-1), x.slice_scatter(x[:2], 0, 1, 3)), x, y, mode=mode)
     check(lambda x, y: (x.select_scatter(x[0], 0, -1), x.diagonal_scatter(x[0, :4]), torch.eye(3)), x, y, mode=mode)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_cross_product_reads_no_positions(seed):
+    r = random.Random(seed)
+    dim, shape = r.randrange(3), [r.randrange(1, 7) for _ in range(3)]
+    shape[dim] = 3
+    one = [n if r.random() < 0.6 or i == dim else 1 for i, n in enumerate(shape)]
+    args = torch.randn(shape, dtype=r.choice([torch.float32, torch.float64])), torch.randn(one)
+    for x, y in (args, args[::-1], [t.mul(9).int() for t in args]):
+        program = check(lambda x, y: torch.linalg.cross(x, y.to(x.dtype), dim=dim), x, y)
+        assert not any(isinstance(s, Indirect) for n in program.nodes for s in n.body)
 
 
 def test_positions_from_tensors():

@@ -13,10 +13,16 @@ from tests import numerics_table as numerics
 
 def test_the_page_shows_the_stored_table() -> None:
     assert (numerics.BOOK / "numerics.md").read_text() == numerics.page()
-    _, rows = numerics.stored("cpu")
-    ops = [n for of in numerics.KINDS.values() for n in of]
-    assert [r["op"] for r in rows] == ops * len(numerics.DTYPES) * len(numerics.MODES)
-    assert all(bool(r["why"]) is (r["from_eager"] != "0") for r in rows)
+    every = [(str(d)[6:], m, n) for d in numerics.DTYPES for m in numerics.MODES for n in names()]
+    for device in ("cpu", "cuda"):
+        _, rows = numerics.stored(device)
+        assert [(r["dtype"], r["mode"], r["op"]) for r in rows] == every
+        assert all(bool(r["why"]) is (r["from_eager"] != "0") for r in rows)
+        assert not any(r["why"] for r in rows if r["mode"] == "eager")
+
+
+def names() -> list[str]:
+    return [n for of in numerics.KINDS.values() for n in of]
 
 
 @pytest.mark.parametrize("mode", numerics.MODES)
@@ -27,8 +33,7 @@ def test_a_sample_of_it_holds_here(mode: str) -> None:
     where, rows = numerics.stored("cpu")
     stored = {r["op"]: r for r in rows if (r["dtype"], r["mode"]) == (str(dtype)[6:], mode)}
     kinds = {n: k for k, of in numerics.KINDS.items() for n in of}
-    names = rng.sample(sorted(kinds), 8)
-    for row in numerics.measured([(kinds[n], n) for n in names], dtype, mode, "cpu"):
+    for row in numerics.measured([(kinds[n], n) for n in rng.sample(sorted(kinds), 8)], dtype, mode, "cpu"):
         old = stored[row["op"]]
         if mode == "eager":
             assert row["from_eager"] == old["from_eager"] == "0", row

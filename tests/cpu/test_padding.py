@@ -181,6 +181,20 @@ def test_when(name: str) -> None:
             assert how(program_of(fn, x, w, b, mode="real", options=options)) == returned
 
 
+def test_who_returns_it_is_asked_once_per_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step has two users, so there are 2^12 ways through the graph."""
+    graph, asked, is_pointwise = torch.fx.Graph(), list[object](), padding._is_pointwise
+    monkeypatch.setattr(padding, "_is_pointwise", lambda target: asked.append(target) or is_pointwise(target))
+    x = first = graph.placeholder("x")
+    for _ in range(12):
+        gate = graph.call_function(torch.ops.aten.sigmoid.default, (x,))
+        x = graph.call_function(torch.ops.aten.mul.Tensor, (x, gate))
+    graph.output(graph.call_function(torch.ops.aten.sum.default, (x,)))
+    assert not padding._is_returned(first) and len(asked) <= len(graph.nodes)
+    graph.output(x)
+    assert padding._is_returned(first)
+
+
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("op", ["mm", "addmm"])
 def test_rows_that_are_none_are_written_in_place(op: str) -> None:

@@ -237,3 +237,8 @@ def test_very_long_rows_that_cannot_be_cut_are_left_to_aten() -> None:
 def test_on_a_gpu_the_pieces_are_parallel() -> None:
     f = fused(lambda x: (x.cumsum(-1),), [R(3, 65536, dtype=torch.float64)], GPU)
     assert all(k.numel.constant >= 3 * 16 for k in (kernels(f)[0], kernels(f)[2]))
+
+
+def test_rows_of_no_element() -> None:
+    shape = random.Random(6).randint(2, 9), 0
+    fused(lambda x: (x.flip(-1).cumsum(-1).flip(-1), x.cumsum(-1).sum(-1)), [torch.empty(shape)], GPU)

@@ -103,6 +103,19 @@ def test_few_strided_elements_are_written_out(seed: int) -> None:
     assert [n.rnumel.hint() for n in kernels(fused(back, (longer,)))] == [LONGEST + 1]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_few_elements_that_many_results_share_are_written_out(seed: int) -> None:
+    """All pairs of two lists of points, and what is there for each element by itself."""
+    r = random.Random(seed)
+    d = r.randrange(2, LONGEST + 1)
+    x, y = torch.rand(r.randrange(20, 60), d), torch.rand(r.randrange(20, 60), d)
+    pairs = lambda x, y: (torch.exp(-(x[:, None] - y).square().sum(-1)), (x[:, None] * y).amax(-1))  # noqa: E731
+    stacked = lambda x: (torch.stack([x, x.roll(1), x.roll(2)]).logsumexp(0),)  # noqa: E731
+    for fn, args in ((pairs, (x, y)), (stacked, (x[:, 0].clone(),))):
+        assert not any(n.reduced for n in kernels(fused(fn, args)))
+    assert all(n.reduced for n in kernels(fused(lambda x: (x.square().sum(-1),), (x,))))  # read at once by a thread
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.uint8])
 def test_which_of_few_is_the_greatest(dtype: torch.dtype) -> None:
     """The first of equals, or the first NaN."""

@@ -15,8 +15,8 @@ from fuse_cases import fused as check_fused
 from torch import Tensor
 
 import reflib
-from reflib.fuse import fuse, inline_loads
-from reflib.fuse.inline_loads import work_of
+from reflib.fuse import fuse, inline_loads, producers
+from reflib.ir.instructions import work_of
 from reflib.ir.loops import LoopNest
 from reflib.ir.program import Program
 
@@ -192,12 +192,12 @@ def test_steps_take_linear_time() -> None:
     def statements(steps: int) -> int:
         made: list[int] = []
 
-        def counted(loops: LoopNest, *producers: inline_loads.Producer) -> LoopNest:
-            made.append(len((out := replace_loads(loops, *producers)).body))
+        def counted(loops: LoopNest, *made_of: producers.Producer) -> LoopNest:
+            made.append(len((out := replace_loads(loops, *made_of)).body))
             return out
 
-        replace_loads = inline_loads.replace_loads
-        with mock.patch.object(inline_loads, "replace_loads", counted):
+        replace_loads = producers.replace_loads
+        with mock.patch.object(producers, "replace_loads", counted):
             fused(lambda u: limited(u, steps), torch.empty(512, 4096))
         return sum(made)
 

@@ -154,15 +154,25 @@ def test_packages_need_no_module_of_the_users(tmp_path: Path) -> None:
 
 
 def test_a_descriptor_in_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """(PyTorch drops such a launch: what the kernel would have written was garbage.) Triton 3.6 asks for addresses."""
+    """(PyTorch drops such a launch: what the kernel would have written was garbage.) Triton 3.6 asks for addresses. The
+    grid may ask for a default. (Where Dynamo runs an op on fake tensors on a GPU, PyTorch's call of it fails.)"""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     def check(self: Any) -> None:
         assert self.base.data_ptr() % 16 == 0 and self.base.dtype.itemsize == 4 and self.strides[-1] == 1
 
+    def asking(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        a, b = (TensorDescriptor.from_tensor(t, [16, 32]) for t in (x, out))
+        torch.library.wrap_triton(user_kernels.matrix_kernel)[lambda meta: (x.shape[0] // meta["M"],)](a, b)
+        return out
+
     monkeypatch.setattr(TensorDescriptor, "__post_init__", check)
-    assert launches(explain(user_kernels.described_in_an_op, torch.randn(48, 64)))
-    for fn in (user_kernels.described, user_kernels.described_in_an_op):
+    op = torch.library.triton_op("test_user_kernels::asking", asking, mutates_args=())
+    for fn in (user_kernels.described_in_an_op, op, asking):
+        (launch,) = launches(explain(fn, torch.randn(48, 64)))
+        assert dict(launch.kwargs)["grid"][0] == 3
+    for fn in (user_kernels.described, user_kernels.described_in_an_op, op, asking):
         path = reflib.aot_compile(fn, (torch.randn(48, 64),), tmp_path / "p.reflib", ["sm_90"], ptx=False)
         (v,) = manifest.read(archive.open(path).manifest).variants
         assert not v.python and any("matrix_kernel" in k.name for k in v.kernels)
