@@ -57,7 +57,8 @@ class StatementPrinter:
         self.order = ORDER[space.mode]
         every = {i for i, s in enumerate(space.body) if getattr(s, "op", "") != "rsqrt"}  # tl.rsqrt is eager's there
         self.exact = every if "exact" in dict(config.extras) else exact_values(space, buffers)
-        self.forms, self.unread = CHEAP["forms"](space, self.exact) if "forms" in CHEAP else ({}, set())
+        share = config.rblock // (32 * config.num_warps)
+        self.forms, self.unread = CHEAP["forms"](space, self.exact, share) if "forms" in CHEAP else ({}, set())
         self.reread: set[int] = set()  # loads that a later pass repeats
 
     def statements(self) -> None:

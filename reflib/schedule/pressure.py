@@ -30,7 +30,9 @@ from ..target import Target
 from .uneven import across
 
 MOST, FEW = 96, 64  # values of a thread: beyond the first, as many as the second
+DIVIDED = 16  # elements of a thread that one number divides: 128 x 128 bf16 take 39 registers so, 84 with 32 of them
 LINE = 32  # neighbours that are reduced over a stride: fewer would read parts of sectors
+HALF = (torch.float16, torch.bfloat16)
 CODE = 4096  # instructions of 16 bytes: half of the 128 KB that a multiprocessor of an H100 caches
 
 
@@ -38,6 +40,9 @@ def relieve(config: Config, t: Any, target: Target) -> Config:
     """``config`` with fewer elements per thread, if they take too many registers or too much code; ``t``: a
     ``heuristics.Traffic``."""
     values, instructions, threads = live(t.space), code(t.space), config.num_warps * target.warp
+    if config.reduction == "persistent" and config.xblock == 1 and _divided(t):
+        while config.rblock > DIVIDED * threads and threads < 1024:
+            config, threads = replace(config, num_warps=2 * config.num_warps), 2 * threads
 
     def too_many(most: int) -> bool:
         elements = config.xblock * config.rblock
@@ -77,6 +82,14 @@ def _wide(space: Any) -> list[bool]:
         of_element = any(inner & e.variables() for e in stmt_exprs(s)) or any(wide[a] for a in stmt_args(s))
         wide.append(of_element and not isinstance(s, (Const, Store, Reduce)))
     return wide
+
+
+def _divided(t: Any) -> bool:
+    """Are a row's elements divided by one number, exactly? That has no branch, so all of them are under way at once."""
+    wide, body, r = _wide(t.space), t.space.body, t.space.r
+    by = [s.args[1] for s, w in zip(body, wide) if w and isinstance(s, Op) and s.op == "div"]
+    divided = any(not wide[b] and not isinstance(body[b], Const) for b in by)
+    return divided and any(s.index.has(r) and t.buffers[s.buffer].dtype not in HALF for s in t.space.stores)
 
 
 def live(space: Any) -> int:

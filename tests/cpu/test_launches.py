@@ -55,6 +55,29 @@ def test_neighbours_of_a_stride_are_not_given_to_one_thread() -> None:
     assert strided.xblock == 2 * 32 * strided.num_warps < dense.xblock
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_every_second_element_is_read_as_l1_can_look_lines_up(seed: int) -> None:
+    """2 neighbours per thread, of half precision as well: 8 would be 8 lines per request, most of them twice."""
+    rng = random.Random(seed)
+    rows, columns = rng.randrange(3000, 6000), rng.randrange(1500, 4000)
+    x = half(rows, 2 * columns)
+    ((config, _),) = launches(explained(lambda x: x[:, ::2] * x[:, 1::2].sigmoid(), x))
+    assert config.xblock == 2 * 32 * config.num_warps
+    ((whole, _),) = launches(explained(lambda x: x * x.sigmoid(), x))
+    assert whole.xblock >= 4 * config.xblock
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_quantized_by_one_number_have_16_elements_per_thread(seed: int) -> None:
+    columns = 8 * random.Random(seed).randrange(513, 1024)
+
+    def quantized(x: torch.Tensor) -> torch.Tensor:
+        return torch.round(x / x.abs().amax(-1, keepdim=True).float()).to(torch.int8)
+
+    ((config, _),) = launches(explained(quantized, half(4000, columns)))
+    assert config.reduction == "persistent" and config.rblock == 16 * 32 * config.num_warps
+
+
 def test_rows_that_memory_runs_across_come_several_to_a_program() -> None:
     def norm_over_channels(x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x.permute(0, 2, 1) * 2, (384,))

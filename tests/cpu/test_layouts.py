@@ -192,6 +192,17 @@ def test_convolutions_in_groups() -> None:
     assert not laid_out(block, torch.float32, 32, 32, lines=True)
 
 
+def test_few_channels_each_convolved_alone_in_float32_stay() -> None:
+    def laid_out(dtype: torch.dtype, channels: int) -> bool:
+        with torch._subclasses.FakeTensorMode():
+            x, w = torch.empty(2, channels, 99, 99, dtype=dtype), torch.empty(channels, 1, 1, 5, dtype=dtype)
+            graph = make_fx(lambda x, w: F.conv2d(F.conv2d(x, w, groups=channels), w, groups=channels))(x, w)
+        return rewritten(graph, Options(), targets(Options(target="sm_90"))) is not graph
+
+    assert [laid_out(torch.float32, n) for n in (4, 64)] == [False, True]
+    assert laid_out(torch.bfloat16, 4)
+
+
 class Audio(nn.Module):
     """Convolutions over time, as in whisper and wav2vec2."""
 

@@ -1,6 +1,7 @@
 """Parts that store only half precision get cheap forms, nothing else does. (Their values: test_triton_interpreter.)"""
 
 import importlib.util
+import random
 import re
 
 import pytest
@@ -33,7 +34,23 @@ def test_float32_results_are_as_accurate_as_before(name: str) -> None:
 
 def test_softmax_multiplies_by_a_row_s_reciprocal() -> None:
     assert "* (1.0 /" in norm("softmax", 8, 128, BF16).kernel("k").source
-    assert "tl.div_rn" in norm("softmax", 8, 128, F32).kernel("k").source
+    source = norm("softmax", 8, 128, F32).kernel("k").source
+    assert "* (1.0 /" not in source and "div_rn" in source
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_exact_quotients_by_one_number_per_row_take_its_reciprocal(seed: int) -> None:
+    """Of rows of which a thread has several elements; of short ones there would be as many reciprocals as quotients."""
+    rng = random.Random(seed)
+    n, long, short = rng.randrange(2000, 4000), rng.randrange(600, 9000), rng.randrange(3, 30)
+
+    def quantized(x):
+        return torch.round(x / x.abs().amax(-1, keepdim=True)).to(torch.int8)
+
+    source = kernel_of(quantized, torch.randn(n, long)).source
+    assert "= divide_row(" in source and source.count("div_rn") == 1
+    assert "divide_row" not in kernel_of(quantized, torch.randn(100 * n, short)).source
+    assert "divide_row" not in kernel_of(quantized, torch.randn(n, long), numerics="eager").source
 
 
 @pytest.mark.parametrize("by,product", [(64, True), (0.25, True), (2**-99, True), (48, True), (-2, True), (0, False)])
