@@ -157,7 +157,7 @@ def _may(graph: torch.fx.Graph) -> bool:
 
 def _few_apart(n: Node) -> bool:
     """Is it depthwise, in float32, of few channels? ATen has kernels for NCHW; of NHWC, cuDNN's are generic (2 blurs of
-    4 channels, 20 MB each: 382 us on an H200, of NCHW with their gradients 321)."""
+    4 channels, 20 MB each, took 382 us on an H200; TorchInductor's whole step, with gradients, took 321)."""
     x = n.args[0].meta["val"]
     return x.dtype == torch.float32 and x.shape[1] < FEW and 1 < n.args[8] == x.shape[1]
 

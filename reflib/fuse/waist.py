@@ -12,6 +12,8 @@ Which values? Each one of the first kernel's body may be
 * computed again by the readers, at each place where they read what follows from it: its instructions, in bytes
   (``PER_BYTE``), times the places. What was loaded at the same point is loaded there, which takes its bytes.
 
+From what is stored now, one value at a time is added, by the cost of the whole, and those go that it makes needless.
+
 NB: TorchInductor stores what has several users by counting reads and operations (``realize_hint``), one value at a
 time, before kernels are formed. AOTAutograd's partition of a training step is such a cut, with other weights.
 """
@@ -42,7 +44,6 @@ from .result import Fused
 from .split import row_major
 
 NARROWER = 0.8  # of the bytes: what is left where it pays
-
 
 Places = frozenset[tuple[int, Expr, int | None]]  # who reads, where, under which mask
 

@@ -304,8 +304,9 @@ def flagged(
     FIRST: tl.constexpr, AREA: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, FRONT: tl.constexpr,
     BLOCK: tl.constexpr, POLLS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """As ``push``, of values of x before ``total``; TWO: then all ranks get all sums, in parts of ``n``. ``memory``:
-    this rank's. (What is read is read before anything is sent: a load does not overtake a store.)"""
+    """out = the sum over ranks of the ``n`` values that are for this one: for the rank r, those of x from ``part`` * r
+    on, and before ``total``. TWO: then all ranks get all sums, in parts of ``n``. ``memory``: this rank's. (What is
+    read is read before anything is sent: a load does not overtake a store.)"""
     block, own, lane = tl.program_id(0), memory.to(tl.int64), tl.arange(0, BLOCK)
     calls, theirs = tl.load(_calls(own, WORLD) + block), _all(table, WORLD)
     turn, flag = FIRST + calls % 2 * AREA, (calls + 1).to(tl.int32)
