@@ -72,6 +72,7 @@ CORE = (
     _part(
         "Stage 1: `capture/`",
         ("capture/__init__.py", ""),
+        ("capture/repeats.py", "What a joint graph computes twice is merged."),
         ("capture/graph.py", "The only thing the compiler knows of the model."),
         ("capture/capture.py", "One call of AOTAutograd: forward and backward come as two graphs."),
     ),

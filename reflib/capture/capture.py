@@ -13,6 +13,7 @@ import torch
 from torch._functorch import config
 
 from .graph import Graph
+from .repeats import merge_repeats
 
 CompileGraph = Callable[[Graph, Sequence[Any]], Callable[[list], Any]]
 Rewrite = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
@@ -47,8 +48,14 @@ def partitioner(rewrite: Rewrite) -> Callable[..., Any]:
     """What cuts a joint graph, rewritten first, in forward and backward."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    cut = config.patch(graphsafe_rng_functionalization=False)(min_cut_rematerialization_partition)  # no generators
-    return lambda gm, *args, **kwargs: cut(rewrite(gm), *args, **kwargs)
+    cut = config.patch(graphsafe_rng_functionalization=False, cse=False)(min_cut_rematerialization_partition)
+
+    def partition(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        gm = rewrite(gm)
+        merge_repeats(gm)
+        return cut(gm, *args, **kwargs)
+
+    return partition
 
 
 def _weights(gm: torch.fx.GraphModule) -> frozenset[str]:

@@ -1,0 +1,94 @@
+"""``capture/repeats``: joint graphs compute nothing twice."""
+
+import operator
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from reflib.capture.repeats import merge_repeats
+
+aten = torch.ops.aten
+
+
+def merged(fn: Callable, *args: torch.Tensor) -> list:
+    """What the graph of ``fn`` calls after the pass, which keeps the results."""
+    gm = make_fx(fn, tracing_mode="fake")(*args)
+    merge_repeats(gm)
+    gm.recompile()
+    torch.manual_seed(1)
+    results = gm(*args)
+    torch.manual_seed(1)
+    for mine, eager in zip(results, fn(*args), strict=True):
+        torch.testing.assert_close(mine, eager, rtol=0, atol=0, equal_nan=True)
+    return [n.target for n in gm.graph.nodes if n.op == "call_function"]
+
+
+def test_a_chain_is_computed_once() -> None:
+    def f(x: torch.Tensor, y: torch.Tensor) -> tuple:
+        a, b = (x + y).exp().sum(0), (x + y).exp().sum(0)
+        return a * b, (x.max(1)[0] - x.max(1)[1]).sin()
+
+    calls = merged(f, torch.randn(5, 7), torch.randn(5, 7))
+    assert len(calls) == len(set(calls)) + 1 and calls.count(operator.getitem) == 2
+
+
+@pytest.mark.parametrize("numbers", [(1, 1.0), (0.0, -0.0), (1, True), (2.5, 2.0)])
+def test_numbers_that_differ(numbers: tuple) -> None:
+    def fn(x: torch.Tensor) -> tuple:
+        return tuple(torch.full((), n).div(x).sum() for n in numbers)
+
+    assert merged(fn, torch.tensor([2.0, 0.0])).count(aten.full.default) == 2
+
+
+def test_random_numbers_and_memory_without_values_stay() -> None:
+    def f(x: torch.Tensor) -> tuple:
+        a, b = (torch.empty_like(x).fill_(k) for k in (1, 2))
+        return torch.rand_like(x) + torch.rand_like(x), a + b
+
+    calls = merged(f, torch.randn(9))
+    assert calls.count(aten.rand_like.default) == calls.count(aten.empty_like.default) == 2
+
+
+def test_what_is_read_before_and_after_a_write() -> None:
+    def f(x: torch.Tensor) -> tuple:
+        y = x.clone()
+        before = y.sum() * 2
+        y.add_(1)
+        return before, y.sum() * 2
+
+    assert merged(f, torch.randn(4)).count(aten.sum.default) == 2
+
+
+def test_results_are_tensors_of_their_own() -> None:
+    def f(x: torch.Tensor, y: torch.Tensor) -> tuple:
+        return (x * y).relu(), (x * y).relu()
+
+    x, y = (torch.randn(6, requires_grad=True) for _ in range(2))
+    a, b = torch.compile(f, backend="reflib")(x, y)
+    assert a.data_ptr() != b.data_ptr()
+    (a.sum() + (b * 3).sum()).backward()
+    torch.testing.assert_close(x.grad, 4 * y.detach() * (x * y > 0))
+
+
+def test_sizes_of_two_results_of_nonzero() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x[x > 0].sum() * x[x > 0].exp().mean()
+
+    x = torch.randn(50, requires_grad=True)
+    want = torch.autograd.grad(f(x), x)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        torch.testing.assert_close(torch.autograd.grad(torch.compile(f, backend="reflib")(x), x), want)
+
+
+def test_training_does_not_import_torch_inductors_lowerings(root: Path) -> None:
+    code = (
+        "import sys, torch; f = torch.compile(lambda x: x.sin().relu(), backend='reflib')\n"
+        "f(torch.ones(8, requires_grad=True)).sum().backward()\n"
+        "sys.exit('torch._inductor.lowering' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
