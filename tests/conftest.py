@@ -129,21 +129,22 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 made = pytest.StashKey[tempfile.TemporaryDirectory]()
 
 
-# Files that take a good part of a minute or more, the longest first. pytest-xdist hands out whole files in this order
+# Files that take nine seconds of processor or more, the longest first. pytest-xdist hands out whole files in this order
 # (`--dist loadfile --no-loadscope-reorder`), so that none of them is left for the end, on one core alone.
 LONGEST = (
-    "multi-arch-packages.ipynb", "async-autotuning.ipynb", "test_browser.py", "cpp-wrapper.ipynb",
-    "test_composition.py", "test_flex_attention.py", "loops-to-triton.ipynb", "decompose-k.ipynb", "test_jupyterlab.py",
-    "test_triton_programs.py", "test_semantics.py", "measuring.ipynb", "input-ranges.ipynb", "inline-fusion.ipynb",
-    "fusion.ipynb", "one-function-all-stages.ipynb", "a-gpu-for-compiler-readers.ipynb", "reductions.ipynb",
-    "whole-transformer.ipynb", "mini-compiler.ipynb", "numerics.ipynb", "observability.ipynb", "your-own-kernel.ipynb",
-    "memory.ipynb", "training.ipynb", "tuning-across-ranks.ipynb", "collectives.ipynb", "the-matmul-ladder.ipynb",
-    "test_triton_compile.py", "test_package_export_cpp.py", "test_notebook_alone.py",
-    "test_opinfo.py", "test_fuzz.py", "test_models.py", "test_runner.py", "test_cpp_wrapper_built.py",
-    "test_cpp_wrapper.py", "test_background.py", "test_sweep.py", "test_repro.py", "test_ranks.py", "test_symmetric.py",
-    "test_figures_move.py", "test_report_packed.py", "start-here.ipynb", "test_batch_invariant.py", "test_weekend.py",
-    "test_slice_sums.py", "test_complex_pairs.py", "test_user_kernels.py", "test_like_eager.py", "test_one_pass.py",
-    "test_artifacts.py",
+    "test_browser.py", "cpp-wrapper.ipynb", "test_jupyterlab.py", "numerics.ipynb", "async-autotuning.ipynb",
+    "multi-arch-packages.ipynb", "tuning-across-ranks.ipynb", "test_semantics.py", "test_flex_attention.py",
+    "training.ipynb", "whole-transformer.ipynb", "observability.ipynb", "a-gpu-for-compiler-readers.ipynb",
+    "the-matmul-ladder.ipynb", "mini-compiler.ipynb", "fusion.ipynb", "inline-fusion.ipynb", "test_figures_move.py",
+    "test_batch_invariant.py", "test_symmetric.py", "test_like_eager.py", "loops-to-triton.ipynb", "test_ranks.py",
+    "test_report_packed.py", "your-own-kernel.ipynb", "test_memory_report.py", "test_triton_compile.py",
+    "input-ranges.ipynb", "test_user_kernels.py", "test_grouped_matmul.py", "test_prologue.py", "test_weekend.py",
+    "test_notebook_alone.py", "reductions.ipynb", "decompose-k.ipynb", "test_package_export_cpp.py", "test_repro.py",
+    "test_capture_export_gpu.py", "test_package_decisions.py", "test_composition.py", "test_complex_pairs.py",
+    "test_mix_order.py", "test_runner.py", "collectives.ipynb", "test_background.py", "memory.ipynb", "test_opinfo.py",
+    "test_fuzz.py", "test_sweep.py", "test_cpp_ops.py", "test_collectives.py", "test_models.py", "test_refilling.py",
+    "test_batch.py", "test_triton_programs.py", "test_one_pass.py", "test_slice_sums.py", "test_fuzz_hostile.py",
+    "test_layouts.py", "test_symmetric_kernels.py", "test_cpp_wrapper_built.py",
 )  # fmt: skip
 
 

@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import reflib
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Case = tuple[Callable[..., Any], tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]  # fn(*rows, *others)
 
@@ -101,11 +99,10 @@ def parts(rng: random.Random, n: int) -> Iterator[slice]:
     yield slice(i, i + 1)
 
 
-def variant(fn: Callable[..., Any], args: Case, rng: random.Random, **options: Any) -> list[str]:
-    """What of ``fn``, compiled, differs between calls: by the first call's results in all later ones. The first is
-    compiled for its sizes, the second for any number of rows, that of one row again for one."""
+def variant(run: Callable[..., Any], args: Case, rng: random.Random) -> list[str]:
+    """What of ``run``, a compiled function, differs between calls: by the first call's results in all later ones. The
+    first is compiled for its sizes, the second for any number of rows, that of one row again for one."""
     _, mine, others = args
-    run = reflib.compile(fn, **options)
     with torch.no_grad():
         whole = [t.clone() for t in run(*mine, *others)]
         found = [f"{i}: again" for i, (a, b) in enumerate(zip(whole, run(*mine, *others))) if not same(a, b)]

@@ -188,7 +188,7 @@ def build(
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mode", ["inference", "training", "dynamic", "bfloat16"])
-@pytest.mark.sample(16)
+@pytest.mark.sample(22)
 def test_model(device: str, name: str, mode: str) -> None:
     torch._dynamo.reset()
     fn, args, model = build(name, device, torch.bfloat16 if mode == "bfloat16" else torch.float32)

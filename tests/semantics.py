@@ -267,6 +267,7 @@ WRONG_ONCE: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", WRONG_ONCE)
 def test_what_was_wrong_once(device: str, name: str, dtype: torch.dtype) -> None:

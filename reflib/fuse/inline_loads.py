@@ -60,6 +60,7 @@ class _Work:
     again: dict[str, bool] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)  # for one of these, the next is asked for
     alone: dict[str, Cluster] = field(default_factory=dict)
+    loads: dict[tuple[int, str], tuple[LoopNest, int, list[tuple[Expr, bool, float]]]] = field(default_factory=dict)
 
     def reads_no_more(self, position: int, name: str) -> None:
         """And a producer that nothing reads any more reads nothing either."""
@@ -262,15 +263,10 @@ def _places(name: str, points: int, work: _Work, at: tuple[Expr, ...] = (), deep
         if not isinstance(reader, LoopNest):
             yield r, at, 1
             continue
-        axes = [a for a in reader.axes if a.size != 1]
-        numbered: Exprs = {a.var: expr(Var(f"axis{k}", a.size)) for k, a in enumerate(axes)}
-        whole = row_major(axes)
-        n = max(1, (reader.numel * reader.rnumel).hint())
+        n, loads = _loads(name, r, reader, work)
         places: dict[tuple[Expr, ...], float] = {}
-        for s in reader.loads():
-            if s.buffer == name:
-                there = at if n == points and s.index == whole else (*at, s.index.subs(numbered))
-                places[there] = n * held(reader.body, s.mask) / points
+        for index, whole, part in loads:
+            places[at if n == points and whole else (*at, index)] = n * part / points
         if len(at) < MAX_MOVES and deep < DEEPEST and _passed_on(reader, work.depends):
             moves, made = _moves(reader), reader.writes()[0]
             for place, share in places.items():
@@ -283,6 +279,20 @@ def _places(name: str, points: int, work: _Work, at: tuple[Expr, ...] = (), deep
         else:
             for place, share in places.items():
                 yield r, place, share
+
+
+def _loads(name: str, r: int, reader: LoopNest, work: _Work) -> tuple[int, list[tuple[Expr, bool, float]]]:
+    """The points of a reader, and its loads of a buffer: where, in terms that two loop nests have in common; is it
+    where the reader stands? how much of the points? (Of a chain of producers, each asks for all that come behind.)"""
+    known = work.loads.get((r, name))
+    if known is None or known[0] is not reader:
+        axes = [a for a in reader.axes if a.size != 1]
+        numbered: Exprs = {a.var: expr(Var(f"axis{k}", a.size)) for k, a in enumerate(axes)}
+        whole = row_major(axes)
+        loads = [s for s in reader.loads() if s.buffer == name]
+        found = [(s.index.subs(numbered), s.index == whole, held(reader.body, s.mask)) for s in loads]
+        work.loads[r, name] = known = reader, max(1, (reader.numel * reader.rnumel).hint()), found
+    return known[1], known[2]
 
 
 def _passed_on(loops: LoopNest, depends: Dependencies) -> bool:

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 
 import torch
@@ -45,7 +46,7 @@ from .split import row_major
 
 NARROWER = 0.8  # of the bytes: what is left where it pays
 
-Places = frozenset[tuple[int, Expr, int | None]]  # who reads, where, under which mask
+Place = tuple[int, Expr, int | None]  # who reads, where, under which mask
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class _Wanted:
     store: Store
     bytes: int
     readers: frozenset[int]
-    places: Places
+    places: frozenset[Place]
 
 
 def waist(fused: Fused, options: Options, target: Target) -> Fused:
@@ -120,17 +121,43 @@ class _Values:
     position: int
     loops: LoopNest
     wanted: list[_Wanted]
+    prices: dict[tuple[int, int, bool], float] = field(default_factory=dict)
 
-    def places(self, stored: Container[int] = ()) -> dict[int, Places]:
-        """Where each value would be computed if these are ``stored``, and where those are read."""
-        out: dict[int, Places] = {}
+    @cached_property
+    def asked(self) -> dict[int, int]:
+        """By value that is wanted: the places where it is read, a bit each."""
+        bits = {place: 1 << n for n, place in enumerate(self.everywhere)}
+        out: dict[int, int] = {}
         for w in self.wanted:
-            out[w.store.value] = out.get(w.store.value, Places()) | w.places
-        for i in reversed(range(len(self.loops.body))):
-            if i in out and i not in stored:
-                for a in stmt_args(self.loops.body[i]):
-                    out[a] = out.get(a, Places()) | out[i]
+            out[w.store.value] = out.get(w.store.value, 0) | sum(bits[place] for place in w.places)
         return out
+
+    @cached_property
+    def everywhere(self) -> list[Place]:
+        return list(dict.fromkeys(place for w in self.wanted for place in w.places))
+
+    @cached_property
+    def arguments(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Of each statement that a wanted value needs, the last one first."""
+        args = [(i, tuple(stmt_args(s))) for i, s in enumerate(self.loops.body)]
+        kept, needs = set(self.asked), list[tuple[int, tuple[int, ...]]]()
+        for i, found in reversed(args):
+            if i in kept:
+                kept.update(found)
+                needs.append((i, found))
+        return needs
+
+    def places(self, stored: Container[int] = ()) -> dict[int, int]:
+        """Where each value would be computed if these are ``stored``, and where those are read."""
+        out = dict(self.asked)
+        for i, args in self.arguments:
+            if i in out and i not in stored:
+                for a in args:
+                    out[a] = out.get(a, 0) | out[i]
+        return out
+
+    def readers(self, found: int) -> frozenset[int]:
+        return frozenset(place[0] for n, place in enumerate(self.everywhere) if found >> n & 1)
 
     def storable(self, i: int) -> bool:
         s = self.loops.body[i]
@@ -138,19 +165,24 @@ class _Values:
 
     def cost(self, kept: set[int], free: int = -1) -> float:
         """In bytes, one of them being there in any case."""
-        total, points = 0.0, self.loops.numel.hint()
-        sizes = {w.store.value: w.bytes for w in self.wanted}
-        for i, found in self.places(kept).items():
-            s, readers = self.loops.body[i], {r for r, _, _ in found}
-            if i in kept:
-                total += (i != free) * sizes.get(i, 4 * points) * (1 + self._kernels(readers))
+        return sum(
+            (i != free) * self._price(i, found, True) if i in kept else self._price(i, found, False)
+            for i, found in self.places(kept).items()
+        )
+
+    def _price(self, i: int, found: int, stored: bool) -> float:
+        """Of one value at these places; the same few are asked for again and again."""
+        if (key := (i, found, stored)) not in self.prices:
+            s, points, readers = self.loops.body[i], self.loops.numel.hint(), self.readers(found)
+            if stored:
+                size = next((w.bytes for w in reversed(self.wanted) if w.store.value == i), 4 * points)
+                self.prices[key] = size * (1 + self._kernels(readers))
             elif isinstance(s, Load):
-                total += self._read_again(s, readers, len(found))
-            elif isinstance(s, (Op, Const, Index)):
-                total += weight(s) * len(found) * points / PER_BYTE
+                self.prices[key] = self._read_again(s, readers, found.bit_count())
             else:
-                return inf
-        return total
+                light = isinstance(s, (Op, Const, Index))
+                self.prices[key] = weight(s) * found.bit_count() * points / PER_BYTE if light else inf
+        return self.prices[key]
 
     def with_(self, kept: set[int], new: int) -> set[int]:
         """With that one, without those that it then costs less to compute: the last ones first, or the first ones."""
@@ -164,7 +196,7 @@ class _Values:
             found.append((cost, left))
         return min(found, key=lambda f: f[0])[1]
 
-    def _read_again(self, s: Load, readers: set[int], places: int) -> float:
+    def _read_again(self, s: Load, readers: frozenset[int], places: int) -> float:
         """What it costs that the readers read it, in bytes; infinite where they cannot."""
         buffer = self.program.buffers.get(s.buffer)
         if buffer is None or any(isinstance(a, Ref) for a in s.index.atoms()) or s.buffer in self.loops.writes():
@@ -175,7 +207,7 @@ class _Values:
         have = sum(x.buffer == s.buffer for r in there for x in _nest(self.nodes[r]).loads())  # most of a window
         points = self.loops.numel.hint()
         size = min(buffer.nbytes.hint(), points * buffer.dtype.itemsize)
-        return size * self._kernels(readers - set(there)) + weight(s) * max(0, places - have) * points / PER_BYTE
+        return size * self._kernels(readers - frozenset(there)) + weight(s) * max(0, places - have) * points / PER_BYTE
 
     def _kernels(self, readers: Iterable[int]) -> int:
         """How many kernels they are, once those that read the same tensors and do not wait for each other are one."""

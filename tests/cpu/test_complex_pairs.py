@@ -1,5 +1,6 @@
 """Complex numbers as pairs of real ones: the same results, and no calls where every op has a rule."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -84,9 +85,14 @@ def results(fn: Callable[..., Any], args: tuple[Tensor, ...]) -> list[Tensor]:
     return [*out, *torch.autograd.grad(out, args, [torch.randn_like(t) for t in out], allow_unused=True)]
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda f: f.__name__)
+FEW = (arithmetic, torch.float32), (polar, torch.float64), (spectra, torch.float32), (few_modes, torch.float64)
+EACH = [*itertools.product(FUNCTIONS, (torch.float32, torch.float64))]
+
+
+@pytest.mark.parametrize(
+    "fn, dtype", [pytest.param(*c, marks=() if c in FEW else pytest.mark.slow) for c in EACH],
+    ids=lambda c: getattr(c, "__name__", str(c)),
+)  # fmt: skip
 def test_as_eager(fn: Callable[..., Any], dtype: torch.dtype) -> None:
     dynamic = dtype == torch.float64
     compiled = reflib.compile(fn, dynamic=dynamic, verify=True)

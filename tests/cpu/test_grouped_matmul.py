@@ -219,7 +219,7 @@ def test_descriptors_that_are_fastest(wrapper: str) -> None:
 
 
 # -- code -------------------------------------------------------------------------------------------
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("name", ["rows", "depth"])
 def test_every_tiling_compiles(name: str, arch: str) -> None:

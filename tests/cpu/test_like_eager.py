@@ -61,6 +61,7 @@ def test_training(name: str, dtype: torch.dtype) -> None:
     assert [i for i, (a, b) in enumerate(zip(want, got, strict=True)) if not equal_bits(a, b)] == []
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numbers_that_eager_rounds_first(dtype: torch.dtype) -> None:
     """Python's numbers that change, tensors of one number, integers, sizes."""
@@ -141,6 +142,7 @@ def test_what_only_moves_is_fused() -> None:
     assert all(map(equal_bits, want, got))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_what_only_moves(dtype: torch.dtype) -> None:
     x = numbers(random.Random(5), "cpu", dtype, 2, 4, 6, 8)

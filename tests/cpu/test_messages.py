@@ -15,7 +15,7 @@ from reflib.options import Options
 LONG = "x" * 70_000
 HUGE: dict[str, Any] = {
     "text": LONG, "list": list(range(20_000)), "texts": [LONG], "dict": {LONG: LONG}, "number": -(10**4000),
-    "tensor": torch.arange(30_000.0), "tensors": [torch.ones(100, 100)] * 300, "function": lambda: None,
+    "tensor": torch.arange(30_000.0), "tensors": [torch.ones(100, 100)] * 40, "function": lambda: None,
     "class": type("C", (), {"__repr__": lambda self: LONG})(),
 }  # fmt: skip
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 ROWS = [1028, 2056, 4112]  # half way between two numbers of bfloat16
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_mean_counts_its_rows_exactly(rows: int, weighted: bool) -> None:

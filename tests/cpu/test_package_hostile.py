@@ -141,7 +141,7 @@ def test_manifests_that_do_not_fit(change: Callable[[Manifest], Any], package: P
 
 def test_spoiled_manifests_fuzz(tmp_path: Path) -> None:
     """One value changed at random: refused, or loaded and called, and never the end of the process."""
-    package, count = spoiled_manifests.make(tmp_path / "much.reflib"), int(os.environ.get("REFLIB_FUZZ") or 120)
+    package, count = spoiled_manifests.make(tmp_path / "much.reflib"), int(os.environ.get("REFLIB_FUZZ") or 60)
     seed = int(os.environ.get("REFLIB_FUZZ_SEED") or 0)
     for first in range(seed, seed + count, 500):
         words = (str(package), str(tmp_path), str(first), str(min(500, seed + count - first)))

@@ -238,7 +238,7 @@ LARGE = {
 
 
 @needs_triton
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("name", LARGE)
 def test_is_pipelined_onto_the_tensor_cores(name: str, arch: str) -> None:

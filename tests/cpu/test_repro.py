@@ -169,7 +169,7 @@ def test_another_process_makes_the_same_kernels(name: str, tmp_path: Path) -> No
     assert all(words in path.read_text() for words in TEXT.get(name, ()))
 
 
-@pytest.mark.sample(90)
+@pytest.mark.sample(180)
 @pytest.mark.parametrize("target", ["", "sm_90"])
 @pytest.mark.parametrize("mode", ["inference", "training"])
 @pytest.mark.parametrize("name", [m.name for m in models()])

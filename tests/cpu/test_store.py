@@ -245,7 +245,7 @@ def put_many(folder: Path, number: int, barrier: Any) -> None:
     logging.getLogger("reflib.tuning").warning = fail  # type: ignore[method-assign]
     s = Store(folder)
     barrier.wait()
-    for i in range(200):
+    for i in range(100):
         s.put("shared", outcome(f"{number} {i}"), FACTS)
         s.put(f"{number} {i}", outcome(f"{number} {i}"), FACTS)
         s.add_row("shared", Candidate(Key(f"{number}"), "ok"))
@@ -257,8 +257,8 @@ def test_eight_processes_write_at_once(folder: Path) -> None:
     barrier = FORK.Barrier(8)
     run([FORK.Process(target=put_many, args=(folder, n, barrier), daemon=True) for n in range(8)])
     s = Store(folder)
-    assert s.get("shared").winners[0].variant.endswith(" 199"), "the last wins"
-    assert all(s.get(f"{n} {i}") == outcome(f"{n} {i}") for n in range(8) for i in range(200))
+    assert s.get("shared").winners[0].variant.endswith(" 99"), "the last wins"
+    assert all(s.get(f"{n} {i}") == outcome(f"{n} {i}") for n in range(8) for i in range(100))
     assert not damaged(folder)
 
 
