@@ -8,6 +8,7 @@ bounded, by a number of nodes looked at that grows with the program (``_LOOKS``)
 * Greedily: of the nodes that may run, the one that frees most; where none frees, the one that allocates least, or the
   one that is first in the given order.
 * As given, but what makes more than it frees just before the first node that needs it and does not.
+* Hill by hill: what rises and falls again runs as a whole, the hill with most beyond what it leaves before others.
 * Depth first, only orders below the best peak so far, no set of finished nodes twice. A node that frees at least what
   it allocates, and fits, is run without alternatives: whatever order follows, it would be no worse with the node moved
   to its front. Where the search ends before its bound, the best order found is the best there is.
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 
+from ..capture.callers import is_callers
 from ..fuse.dependencies import dependencies, has_effect
 from ..ir.loops import LoopNest
 from ..ir.program import Choice, Extern, Node, Program, Template, Variants, iter_views, walk
@@ -41,6 +43,8 @@ from .steps import Branch
 _LOOKS = 3000, 6  # nodes looked at in the search: at least, and per node of the program
 WORTH = 0.01  # of the peak: an order that saves less is not worth another order than the user's
 _CACHE = 32 << 20  # bytes touched since: what was written before is not in a cache any more
+_DEEP = 16  # nodes of a hill
+Rank = tuple[int, int, int]
 
 # Inputs whose memory is free after their last use: by name, which storage each is in, and the bytes of that. Several
 # may be views of one storage.
@@ -105,7 +109,7 @@ def owned(s: Any) -> Owned:
         return {}
     values = {n.name: n.meta.get("val") for n in s.graph.nodes if n.op == "placeholder"}
     storages = {name: v.untyped_storage() for name, v in values.items() if isinstance(v, torch.Tensor)}
-    callers = {x._cdata for name, x in storages.items() if name.startswith("primals_")}
+    callers = {storages[n.name]._cdata for n in s.graph.nodes if n.name in storages and is_callers(n)}
     symbols = Symbols(s.graph.ranges)
 
     def size(n: Any) -> int:
@@ -124,7 +128,7 @@ def _best(m: "Lifetimes") -> Order:
     before = peak = m.peak(given)
     orders, whole = [(peak, given)], False  # each needs less than the one before it
     if peak > m.least:
-        for other in (m.greedy(), m.greedy(patient=True), m.late()):
+        for other in (m.greedy(), m.greedy(patient=True), m.late(), m.hills()):
             if (now := m.peak(other)) < peak:
                 orders.append((peak := now, other))
         looks = _LOOKS[0] + _LOOKS[1] * len(given)
@@ -291,6 +295,61 @@ class Lifetimes:
                     out[stack.pop()] = None
                 stack += sorted(earlier, reverse=True)
         return tuple(out)
+
+    def hills(self) -> tuple[int, ...]:
+        """Of all that may run, with what follows from it alone: what ends no higher than it began, the lowest first;
+        else what needs most beyond what it leaves, since last it would stand on what all others have left."""
+        self.reset()
+        known: dict[int, tuple[Rank, list[int]]] = {}
+        through: dict[int, set[int]] = {}  # buffer -> those whose hills touch it
+        stops: dict[int, set[int]] = {}  # node -> those whose hills end before it, since it waits for others too
+        heap: list[tuple[Rank, int]] = []
+        out: dict[int, None] = {}
+        new = {i for i in range(self.n) if not self.waiting[i]}
+        while new or known:
+            for i in new:
+                known[i] = self._hill(i, stops)
+                heapq.heappush(heap, (known[i][0], i))
+                for j in known[i][1]:
+                    for b in self.touch[j]:
+                        through.setdefault(b, set()).add(i)
+            new = set()
+            rank, i = heapq.heappop(heap)
+            if i not in known or known[i][0] != rank:
+                continue  # of before its hill changed
+            for j in known[i][1][: -rank[2]]:
+                self.run(j)
+                out[j] = None
+                known.pop(j, None)
+                for k in self.after[j]:
+                    new |= stops.pop(k, set()) | (set() if self.waiting[k] else {k})
+                for b in self.touch[j]:
+                    if self.users[b] <= _DEEP:  # (a hill may free it now)
+                        new |= through.pop(b, set())
+            new = {k for k in new if k not in out}
+        return tuple(out)
+
+    def _hill(self, i: int, stops: dict[int, set[int]]) -> tuple[Rank, list[int]]:
+        """The rank of i and what then may run, to where it is best to stop: the last of the rank's numbers, negative."""
+        path: list[int] = []
+        high, base, best = 0, self.bytes, (2, 0, 0)
+        ready = [i]
+        while ready and len(path) < _DEEP and best[0] > 0:
+            j = min(ready, key=lambda j: (self.score[j], j))
+            ready.remove(j)
+            high = max(high, self.during(j) - base)
+            self.run(j)
+            path.append(j)
+            net = self.bytes - base
+            best = min(best, (0, high, -len(path)) if net <= 0 else (1, net - high, -len(path)))
+            for k in self.after[j]:
+                if self.waiting[k]:
+                    stops.setdefault(k, set()).add(i)
+                else:
+                    ready.append(k)
+        for j in reversed(path):
+            self.undo(j)
+        return best, path
 
     def below(self, limit: int, looks: int) -> tuple[tuple[int, ...] | None, int]:
         """An order whose peak is below ``limit``, or None; and how many looks are left, 0 if it ended for that."""

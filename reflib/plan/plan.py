@@ -20,9 +20,9 @@ from typing import TypeGuard
 import torch
 
 from ..ir.expr import Sym, expr
-from ..ir.loops import Load, LoopNest, Reduce, Stmt
+from ..ir.loops import Load, LoopNest, Reduce, Stmt, Store
 from ..ir.program import Buffer, Extern, KernelNode, Node, Program, Variants, iter_views, walk
-from ..ir.transforms import phases
+from ..ir.transforms import Body, needed, passes, phases
 from ..options import Options
 from ..seams import Seam
 from .steps import Alloc, Branch, Call, Check, Free, Launch, Let, Note, Plan, Return, Step
@@ -214,10 +214,20 @@ def can_overwrite(node: Variants, dead: str, new: str) -> bool:
         return False
     if any(s.buffer == dead for s in loops.body[_position(loops, stores[0]) :] if isinstance(s, Load)):
         return False
-    if not any(isinstance(s, Reduce) for s in loops.body):
-        return True
-    when = phases(loops.body, most=True)
-    return next(p for p, s in zip(when, loops.body) if s is stores[0]) == max(when)
+    return not any(isinstance(s, Reduce) for s in loops.body) or not any(
+        _read_later(loops.body, dead, _position(loops, stores[0]), most) for most in (False, True)
+    )
+
+
+def _read_later(body: Body, dead: str, store: int, most: bool) -> bool:
+    """Does a pass after that of ``store`` read ``dead`` (again)?"""
+    when = phases(body, most)
+    for i, s in enumerate(body):
+        if isinstance(s, (Reduce, Store)) and when[i] + max(0, passes(s, most) - 1) > when[store]:
+            for j in needed(body, [i], lambda k: not isinstance(body[k], Reduce)):
+                if isinstance(body[j], Load) and body[j].buffer == dead:
+                    return True
+    return False
 
 
 def _position(loops: LoopNest, stmt: Stmt) -> int:
