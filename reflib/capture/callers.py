@@ -10,7 +10,8 @@ CALLERS = "reflib_callers"  # in a node's meta, which goes with it when the grap
 
 def mark(gm: torch.fx.GraphModule, options: Any = None, gpu: bool = False) -> torch.fx.GraphModule:
     """Plugs into ``pipeline.REWRITES``, after all that makes nodes."""
-    given = {_storage(n) for n in gm.graph.nodes if n.op == "placeholder" and not n.name.startswith("tangents")} - {None}
+    arguments = [n for n in gm.graph.nodes if n.op == "placeholder" and not n.name.startswith("tangents")]
+    given = {_storage(n) for n in arguments} - {None}
     for n in gm.graph.nodes:
         if n.op != "output" and _storage(n) in given:
             n.meta[CALLERS] = True

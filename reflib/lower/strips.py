@@ -18,6 +18,7 @@ import torch
 
 from reflib.ir.expr import expr
 from reflib.ir.program import Extern, View
+
 from .context import LoweringContext
 from .padding import BYTES, _by_columns, _copy, _int, _is_copied, _is_moved, _only_long, _rest, _transposed, _up
 

@@ -335,7 +335,7 @@ class Lifetimes:
         return tuple(out)
 
     def _hill(self, i: int, stops: dict[int, set[int]]) -> tuple[Rank, list[int]]:
-        """The rank of i and what then may run, to where it is best to stop: the last of the rank's numbers, negative."""
+        """The rank of i, and what then may run. The last of the rank's numbers, negative: where it is best to stop."""
         path: list[int] = []
         high, base, best = 0, self.bytes, (2, 0, 0)
         ready = [i]

@@ -22,7 +22,7 @@ import torch
 from ..ir.expr import Sym, expr
 from ..ir.loops import Load, LoopNest, Reduce, Stmt, Store
 from ..ir.program import Buffer, Extern, KernelNode, Node, Program, Variants, iter_views, walk
-from ..ir.transforms import Body, needed, passes, phases
+from ..ir.transforms import TWICE, needed, phases
 from ..options import Options
 from ..seams import Seam
 from .steps import Alloc, Branch, Call, Check, Free, Launch, Let, Note, Plan, Return, Step
@@ -214,20 +214,13 @@ def can_overwrite(node: Variants, dead: str, new: str) -> bool:
         return False
     if any(s.buffer == dead for s in loops.body[_position(loops, stores[0]) :] if isinstance(s, Load)):
         return False
-    return not any(isinstance(s, Reduce) for s in loops.body) or not any(
-        _read_later(loops.body, dead, _position(loops, stores[0]), most) for most in (False, True)
-    )
-
-
-def _read_later(body: Body, dead: str, store: int, most: bool) -> bool:
-    """Does a pass after that of ``store`` read ``dead`` (again)?"""
-    when = phases(body, most)
-    for i, s in enumerate(body):
-        if isinstance(s, (Reduce, Store)) and when[i] + max(0, passes(s, most) - 1) > when[store]:
-            for j in needed(body, [i], lambda k: not isinstance(body[k], Reduce)):
-                if isinstance(body[j], Load) and body[j].buffer == dead:
-                    return True
-    return False
+    body, at = loops.body, _position(loops, stores[0])
+    for when in (phases(body), phases(body, most=True)):
+        ends = ((i, when[i] + (getattr(s, "kind", "") in TWICE)) for i, s in enumerate(body))
+        late = [i for i, last in ends if last > when[at] and isinstance(body[i], (Reduce, Store))]
+        if any(body[j] in loads for j in needed(body, late, lambda k: not isinstance(body[k], Reduce))):
+            return False
+    return True
 
 
 def _position(loops: LoopNest, stmt: Stmt) -> int:

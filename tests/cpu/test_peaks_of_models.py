@@ -67,7 +67,8 @@ class Pixels(nn.Module):
         super().__init__()
         c = 16 * r.randint(1, 3)
         self.side, self.images = r.choice([28, 32, 40]), r.randint(4, 12)
-        self.enter, self.conv, self.norm = nn.Conv2d(3, c, 3, padding=1), nn.Conv2d(c, c, 3, padding=1), nn.BatchNorm2d(c)
+        self.enter, self.conv = nn.Conv2d(3, c, 3, padding=1), nn.Conv2d(c, c, 3, padding=1)
+        self.norm = nn.BatchNorm2d(c)
 
     def inputs(self) -> tuple[Tensor, ...]:
         return (torch.empty(self.images, 3, self.side, self.side),)
