@@ -32,7 +32,7 @@ import torch
 
 from ..capture.callers import is_callers
 from ..fuse.dependencies import dependencies, has_effect
-from ..ir.loops import LoopNest
+from ..ir.loops import Load, LoopNest, Store
 from ..ir.program import Choice, Extern, Node, Program, Template, Variants, iter_views, walk
 from ..lower.symbols import Symbols
 from ..options import Options
@@ -411,12 +411,12 @@ def _parts(node: Node, program: Program) -> dict[str, int]:
     """Bytes of each buffer that it reads or writes, at most."""
     out: dict[str, int] = {}
     views = iter_views((node.args, node.kwargs, node.outputs)) if isinstance(node, Extern) else ()
-    found = [(v.buffer, (v.buffer, v), math.prod(e.hint() for e in v.shape)) for v in views]
+    found: list[tuple[str, Any, int]] = [(v.buffer, (v.buffer, v), math.prod(e.hint() for e in v.shape)) for v in views]
     for p in node.variants[-1].kernel.parts if is_kernel(node) else ():
         if not isinstance(p, LoopNest):
             return {}
         points = (p.numel * p.rnumel).hint()
-        found += [(s.buffer, (s.buffer, s.index), points) for s in (*p.loads(), *p.stores())]
+        found += [(s.buffer, (s.buffer, s.index), points) for s in p.body if isinstance(s, (Load, Store))]
     for name, count in {key: (name, count) for name, key, count in found}.values():
         out[name] = out.get(name, 0) + count * program.buffers[name].dtype.itemsize
     return out
