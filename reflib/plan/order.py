@@ -83,10 +83,14 @@ def ordered(s: Any) -> Program:
 
 @uncollected()
 def in_order(program: Program, mine: Owned) -> Program:
-    """``program`` in the best order. What follows the step that forms the peak is ordered by itself, too: of a gradient
-    that step reads and frees, the caller may keep a reference, and of a result too, and then the peak is later."""
-    m, n = Lifetimes(program, mine), len(program.nodes)
-    best = _best(m).sequence
+    """``program`` in the best order: of those that are best if the gradients it is given are free once they are read, and
+    if the caller keeps them, the one that needs less in both cases together. What follows the step that forms the peak
+    is ordered by itself, too: of a result the caller may keep a reference, and then the peak is later."""
+    kept = {b: own for b, own in mine.items() if not b.startswith("tangents_")}
+    ways = [(Lifetimes(program, w), w) for w in ((mine, kept) if len(kept) < len(mine) else (mine,))]
+    orders = [(_best(m).sequence, m, w) for m, w in ways]
+    best, m, mine = min(orders, key=lambda order: sum(way.peak(order[0]) for way, _ in ways))
+    n = len(program.nodes)
     out, at = _in(program, best), m.highest(best)[1] + 1
     if at >= n - 1:
         return out
