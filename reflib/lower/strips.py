@@ -22,7 +22,8 @@ from reflib.ir.program import Extern, View
 from .context import LoweringContext
 from .padding import BYTES, _by_columns, _copy, _int, _is_copied, _is_moved, _only_long, _rest, _transposed, _up
 
-STRIPS = 4
+STRIPS = 3, 4  # at least, at most: launches take time as well
+WIDE = 32 << 20  # bytes of a strip, if there need not be more for it
 LEAST = 32 << 20  # bytes that a copy of all would take
 TILE = 128  # columns: so that a strip's products have whole tiles
 
@@ -58,7 +59,8 @@ def in_strips(cx: LoweringContext, a: View, b: View, sizes: tuple[int, int, int]
 def _strips(cx: LoweringContext, v: View) -> Iterator[tuple[int, View]]:
     """Where each begins, and its copy: the last one has zeros up to a multiple of 16 bytes."""
     rows, columns = map(_int, v.shape)
-    each = _up(-(-columns // STRIPS), TILE)
+    count = -(-rows * columns * v.dtype.itemsize // WIDE)
+    each = _up(-(-columns // max(STRIPS[0], min(STRIPS[1], count))), TILE)
     writers = sum(v.buffer in node.writes() for node in cx.low.nodes)
     for first in range(0, columns, each):
         here = min(each, columns - first)

@@ -331,9 +331,10 @@ class Lifetimes:
                 out[j] = None
                 known.pop(j, None)
                 for k in self.after[j]:
-                    new |= stops.pop(k, set()) | (set() if self.waiting[k] else {k})
+                    if self.waiting[k] <= 1:  # (a hill may go on)
+                        new |= stops.pop(k, set()) | (set() if self.waiting[k] else {k})
                 for b in self.touch[j]:
-                    if self.users[b] <= _DEEP:  # (a hill may free it now)
+                    if self.users[b] <= 2:  # (a hill may free it now)
                         new |= through.pop(b, set())
             new = {k for k in new if k not in out}
         return tuple(out)

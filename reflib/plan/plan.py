@@ -215,7 +215,7 @@ def can_overwrite(node: Variants, dead: str, new: str) -> bool:
     if any(s.buffer == dead for s in loops.body[_position(loops, stores[0]) :] if isinstance(s, Load)):
         return False
     body, at = loops.body, _position(loops, stores[0])
-    for when in (phases(body), phases(body, most=True)):
+    for when in (phases(body, most) for most in (False, True) if loops.reduced):
         ends = ((i, when[i] + (getattr(s, "kind", "") in TWICE)) for i, s in enumerate(body))
         late = [i for i, last in ends if last > when[at] and isinstance(body[i], (Reduce, Store))]
         if any(body[j] in loads for j in needed(body, late, lambda k: not isinstance(body[k], Reduce))):
