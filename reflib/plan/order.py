@@ -83,9 +83,9 @@ def ordered(s: Any) -> Program:
 
 @uncollected()
 def in_order(program: Program, mine: Owned) -> Program:
-    """``program`` in the best order: of those that are best if the gradients it is given are free once they are read, and
-    if the caller keeps them, the one that needs less in both cases together. What follows the step that forms the peak
-    is ordered by itself, too: of a result the caller may keep a reference, and then the peak is later."""
+    """``program`` in the best order. Of the gradients that a backward is given the caller may keep references, and then
+    they are not free once they are read: of the two best orders, that which needs less in both cases together. What
+    follows the step that forms the peak is ordered by itself, too: of a result, too, a reference may be kept."""
     kept = {b: own for b, own in mine.items() if not b.startswith("tangents_")}
     ways = [(Lifetimes(program, w), w) for w in ((mine, kept) if len(kept) < len(mine) else (mine,))]
     orders = [(_best(m).sequence, m, w) for m, w in ways]
