@@ -23,6 +23,7 @@ NB: TorchInductor (``reorder_for_peak_memory``) takes the best of three greedy o
 import heapq
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from random import Random
 from types import MappingProxyType
@@ -86,11 +87,12 @@ def in_order(program: Program, mine: Owned) -> Program:
     """``program`` in the best order. Of the gradients that a backward is given the caller may keep references, and then
     they are not free once they are read: of the two best orders, that which needs less in both cases together. What
     follows the step that forms the peak is ordered by itself, too: of a result, too, a reference may be kept."""
-    kept = {b: own for b, own in mine.items() if not b.startswith("tangents_")}
-    ways = [(Lifetimes(program, w), w) for w in ((mine, kept) if len(kept) < len(mine) else (mine,))]
-    orders = [(_best(m).sequence, m, w) for m, w in ways]
-    best, m, mine = min(orders, key=lambda order: sum(way.peak(order[0]) for way, _ in ways))
-    n = len(program.nodes)
+    n, given = len(program.nodes), [b for b in mine if b.startswith("tangents_")]
+    first = Lifetimes(program, mine)
+    ways = [first, first.keeping(given)] if given else [first]
+    best, m = min(((_best(w).sequence, w) for w in ways), key=lambda order: sum(w.peak(order[0]) for w in ways))
+    if m is not first:
+        mine = {b: own for b, own in mine.items() if b not in given}
     out, at = _in(program, best), m.highest(best)[1] + 1
     if at >= n - 1:
         return out
@@ -162,6 +164,7 @@ class Lifetimes:
         kept = list(reversed(first.values()))
         place = {key: k for k, key in enumerate(reversed(first))}
         number = {name: place[key] for name, key in storage.items()}
+        self.number = number
         self.size = [owned[b.name][1] if b.name in owned else b.nbytes.hint() for b in kept]
         reads, writes = [n.reads() for n in program.nodes], [n.writes() for n in program.nodes]
         touched = ((*r, *w, *_aliases(n)) for r, w, n in zip(reads, writes, program.nodes))
@@ -214,6 +217,16 @@ class Lifetimes:
                     taken.append(old)
                     break
         return [number[a] for a in taken]
+
+    def keeping(self, names: Sequence[str]) -> "Lifetimes":
+        """The same, but ``names`` are never free."""
+        other = copy(self)
+        other.count, other.left = list(self.count), list(self.left)
+        for b in {self.number[name] for name in names if name in self.number}:
+            other.count[b] += 1
+            other.left[b] += self.n  # a node that never runs
+        other.reset()
+        return other
 
     def reset(self) -> None:
         self.users, self.last = list(self.count), list(self.left)

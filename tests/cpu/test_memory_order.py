@@ -160,6 +160,26 @@ def test_what_needs_most_beyond_what_it_leaves_runs_first():
         assert Lifetimes(q, {}).hills() in set(legal_orders(q))
 
 
+def test_the_caller_may_keep_the_gradient():
+    """Copied in parts, it is free after the last one: then all copies are there instead, before the large result. If it
+    is kept they are not, for hardly more in the other case."""
+    r = random.Random(5)
+    each = r.randint(900, 1100)
+    result = 3 * each + 10
+    nodes, sizes = [node(f"c{i}", ["tangents_1"], f"c{i}", 64) for i in range(4)], {"x": 64, "tangents_1": 4096}
+    nodes += [node(f"d{i}", [f"c{i}", *(["d0"] if i else [])], f"d{i}", 8) for i in range(4)]
+    for i in range(4):
+        sizes |= {f"c{i}": each, f"d{i}": 2 if i else result}
+    table = [buffer(b, "input" if b in ("x", "tangents_1") else "temp", n=n) for b, n in sizes.items()]
+    p = program(nodes, table, [f"d{i}" for i in range(4)], inputs=("x", "tangents_1"))
+    mine = {"tangents_1": ("tangents_1", 4 * 4096)}
+    m, out = Lifetimes(p, mine), in_order(p, mine)
+    kept, sequence = m.keeping(["tangents_1"]), tuple(p.nodes.index(n) for n in out.nodes)
+    free = search(p, mine).sequence
+    assert m.peak(free) <= m.peak(sequence) <= 1.01 * m.peak(free)
+    assert kept.peak(sequence) < 4 * (4096 + each + result + 64) < kept.peak(free)
+
+
 def test_an_order_reads_again_what_it_reads():
     """Of a large tensor, not all of it, if a node reads a part."""
     i = Var("i", expr(8))
