@@ -46,6 +46,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "written": "capture.written_inputs:save_before_written",
         "copied_inputs": "capture.copied_inputs:copy_again",
         "budget": "capture.budget:save_random",
+        "callers": "capture.callers:mark",
     },
     "pipeline.AROUND": {
         "straight": "capture.straight:straight",

@@ -9,9 +9,10 @@ it would be early.
 What the kernels of one launch leave to the next is in memory all at once, so it is no more than a cache holds, and the
 launches that this takes have equal shares, but for the last ones, which are beside nearly all results. (The gradients
 of 26 embeddings of 20,000 x 64 are summed in float32, which is 133 MB; 7 at a time are in L2 until they are rounded,
-and then 4 and 3.)
+the last ones fewer.) A tensor that several of them have parts of is there as a whole, however many share a launch.
 """
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +29,7 @@ MAX_POINTS = 1 << 21  # of 4 bytes: 8 MB
 MAX_BUFFERS = 100
 MAX_PARTS = 32
 MAX_BYTES = 40 << 20  # of temporary tensors
-LAST_BYTES = 16 << 20  # ... when all results of such kernels are in memory
+LAST_BYTES = 8 << 20  # ... when all results of such kernels are in memory
 EARLY_BYTES = 1 << 20  # ... that may be made before they are needed
 
 
@@ -88,9 +89,15 @@ def _left(program: Program, before: list[set[int]]) -> list[int]:
 
 def _launches(program: Program, members: list[int], left: list[int]) -> list[list[int]]:
     """Kernels that may share a launch, in as few launches as the limits allow."""
-    passed = [_passed(program, program.nodes[i]) for i in members]  # type: ignore[arg-type]
+    nodes = [program.nodes[i] for i in members]
+    having = Counter(b for n in nodes for b in {*n.reads(), *n.writes()})
+    own = {b for b, n in having.items() if n == 1}
+    passed = [_passed(program, n, own) for n in nodes]  # type: ignore[arg-type]
     share = sum(passed) / max(1, -(-sum(passed) // MAX_BYTES))
-    sets, used, held, later = list[list[int]](), set[str](), 0, 0
+    sets, used, held = list[list[int]](), set[str](), 0
+    results = sum(program.buffers[b].nbytes.hint() for b in program.output_buffers())
+    ends = [left[i] for i in members]
+    later = max(0, sum(ends) - results) // max(1, len(ends) - 1)  # what follows from all of them is made after all
     for i, more in zip(reversed(members), reversed(passed), strict=True):
         buffers = {*program.nodes[i].reads(), *program.nodes[i].writes()}
         full = len(used) + len(buffers) > MAX_BUFFERS or sets and len(sets[-1]) == MAX_PARTS
@@ -117,8 +124,8 @@ def _small(loops: LoopNest) -> bool:
     return loops.numel.hint() * loops.rnumel.hint() <= MAX_POINTS
 
 
-def _passed(program: Program, loops: LoopNest) -> int:
-    """Bytes of temporary tensors that it hands over to other kernels, or takes from them: of the two the more."""
+def _passed(program: Program, loops: LoopNest, own: set[str]) -> int:
+    """Bytes of temporary tensors, of its ``own``, that it hands over to other kernels, or takes from them: the more."""
     points = (loops.numel * loops.rnumel).hint()
     scattered = {s.buffer for s in loops.stores() if s.reduce}
 
@@ -127,7 +134,7 @@ def _passed(program: Program, loops: LoopNest) -> int:
         n = b.numel.hint() if name in scattered else min(points, b.numel.hint())
         return n * b.dtype.itemsize if b.kind == "temp" else 0
 
-    return max(sum(map(size, loops.reads())), sum(map(size, loops.writes())))
+    return max(sum(map(size, own.intersection(used))) for used in (loops.reads(), loops.writes()))
 
 
 def _adjacent(program: Program, before: list[set[int]], sets: list[list[int]]) -> tuple[Any, ...]:

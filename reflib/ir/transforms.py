@@ -14,6 +14,7 @@ from .loops import Axis, BodyBuilder, Load, LoopNest, Reduce, Scan, Stmt, Store,
 
 Body = Sequence[Stmt]
 Env = Mapping[Atom, IntLike]
+TWICE = ("m2", "argmax", "argmin")  # reductions that may read their operand in two passes
 
 
 # -- analyses --------------------------------------------------------------------------------------
@@ -32,7 +33,7 @@ def varying(body: Body, variables: Collection[Var], reduces: bool = False) -> li
 def phases(body: Body, most: bool = False) -> list[int]:
     """For each statement: how many reductions must be complete before it (its pass, in a looped kernel). ``most``: if
     those count as two that a printer may write as two (``two_passes``; C++, for positions)."""
-    count = [(2 if most and s.kind in ("m2", "argmax", "argmin") else 1) if isinstance(s, Reduce) else 0 for s in body]
+    count = [(2 if most and s.kind in TWICE else 1) if isinstance(s, Reduce) else 0 for s in body]
     out: list[int] = []
     for s in body:
         out.append(max((out[a] + count[a] for a in stmt_args(s)), default=0))

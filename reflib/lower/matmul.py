@@ -25,6 +25,7 @@ from .body import NestBuilder, Value
 from .context import LoweringContext
 from .extern import extern
 from .rules import Unsupported, rule
+from .strips import in_strips
 
 aten = torch.ops.aten
 
@@ -67,7 +68,8 @@ def _product(cx: LoweringContext, target: Any, a: View, b: View, args: tuple[Vie
     if padded is not None and low.options.autotune == "off":
         tiling = padding.in_place(cx, a, b, padded) if templates_can_read(cx, args, kwargs) else None
         if tiling is None:
-            return padding.padded_product(cx, target, args, scale, padded)
+            made = in_strips(cx, a, b, padded) if len(args) == 2 and not scale else None
+            return padding.padded_product(cx, target, args, scale, padded) if made is None else made
         out = cx.out()
         t = template(cx, low.next_node(), a, b, out, args[0] if len(args) == 3 else None, **kwargs)
         low.nodes.append(replace(t, tiling=tiling))

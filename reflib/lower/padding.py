@@ -183,6 +183,17 @@ def _without_the_rest(cx: LoweringContext, a: View, b: View, k: int) -> tuple[An
     depth = _int(b.shape[-2])
     whole = depth - depth % (BYTES // b.dtype.itemsize)
     a = replace(_padded(cx, a, (_int(a.shape[-2]), k)), shape=a.shape)
+    rest = _rest(cx, a, b)
+    left = replace(a, shape=(*a.shape[:-1], expr(whole)))
+    right = replace(b, shape=(*b.shape[:-2], expr(whole), b.shape[-1]))
+    add = torch.ops.aten.addmm.default if len(a.shape) == 2 else torch.ops.aten.baddbmm.default
+    return add, [rest], left, right
+
+
+def _rest(cx: LoweringContext, a: View, b: View) -> View:
+    """What the rows of ``b`` after the last multiple add."""
+    depth = _int(b.shape[-2])
+    whole = depth - depth % (BYTES // b.dtype.itemsize)
     rest = cx.temp("rest", (*a.shape[:-1], b.shape[-1]), cx.dtype)
     added = NestBuilder(cx, rest.shape)
     *batch, row, column = added.coords
@@ -193,10 +204,7 @@ def _without_the_rest(cx: LoweringContext, a: View, b: View, k: int) -> tuple[An
     assert total is not None
     added.store(rest, total)
     added.finish()
-    left = replace(a, shape=(*a.shape[:-1], expr(whole)))
-    right = replace(b, shape=(*b.shape[:-2], expr(whole), b.shape[-1]))
-    add = torch.ops.aten.addmm.default if len(a.shape) == 2 else torch.ops.aten.baddbmm.default
-    return add, [rest], left, right
+    return rest
 
 
 def _of_bias(shape: tuple[Any, ...], m: int, n: int) -> tuple[int, ...]:

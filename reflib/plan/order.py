@@ -8,6 +8,7 @@ bounded, by a number of nodes looked at that grows with the program (``_LOOKS``)
 * Greedily: of the nodes that may run, the one that frees most; where none frees, the one that allocates least, or the
   one that is first in the given order.
 * As given, but what makes more than it frees just before the first node that needs it and does not.
+* Hill by hill: what rises and falls again runs as a whole, the hill with most beyond what it leaves before others.
 * Depth first, only orders below the best peak so far, no set of finished nodes twice. A node that frees at least what
   it allocates, and fits, is run without alternatives: whatever order follows, it would be no worse with the node moved
   to its front. Where the search ends before its bound, the best order found is the best there is.
@@ -20,7 +21,9 @@ NB: TorchInductor (``reorder_for_peak_memory``) takes the best of three greedy o
 """
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from random import Random
 from types import MappingProxyType
@@ -28,8 +31,9 @@ from typing import Any
 
 import torch
 
+from ..capture.callers import is_callers
 from ..fuse.dependencies import dependencies, has_effect
-from ..ir.loops import LoopNest
+from ..ir.loops import Load, LoopNest, Store
 from ..ir.program import Choice, Extern, Node, Program, Template, Variants, iter_views, walk
 from ..lower.symbols import Symbols
 from ..options import Options
@@ -41,6 +45,8 @@ from .steps import Branch
 _LOOKS = 3000, 6  # nodes looked at in the search: at least, and per node of the program
 WORTH = 0.01  # of the peak: an order that saves less is not worth another order than the user's
 _CACHE = 32 << 20  # bytes touched since: what was written before is not in a cache any more
+_DEEP = 16  # nodes of a hill
+Rank = tuple[int, int, int]
 
 # Inputs whose memory is free after their last use: by name, which storage each is in, and the bytes of that. Several
 # may be views of one storage.
@@ -78,10 +84,15 @@ def ordered(s: Any) -> Program:
 
 @uncollected()
 def in_order(program: Program, mine: Owned) -> Program:
-    """``program`` in the best order. What follows the step that forms the peak is ordered by itself, too: of a gradient
-    that step reads and frees, the caller may keep a reference, and of a result too, and then the peak is later."""
-    m, n = Lifetimes(program, mine), len(program.nodes)
-    best = _best(m).sequence
+    """``program`` in the best order. Of the gradients that a backward is given the caller may keep references, and then
+    they are not free once they are read: of the two best orders, that which needs less in both cases together. What
+    follows the step that forms the peak is ordered by itself, too: of a result, too, a reference may be kept."""
+    n, given = len(program.nodes), [b for b in mine if b.startswith("tangents_")]
+    first = Lifetimes(program, mine)
+    ways = [first, first.keeping(given)] if given else [first]
+    best, m = min(((_best(w).sequence, w) for w in ways), key=lambda order: sum(w.peak(order[0]) for w in ways))
+    if m is not first:
+        mine = {b: own for b, own in mine.items() if b not in given}
     out, at = _in(program, best), m.highest(best)[1] + 1
     if at >= n - 1:
         return out
@@ -105,7 +116,7 @@ def owned(s: Any) -> Owned:
         return {}
     values = {n.name: n.meta.get("val") for n in s.graph.nodes if n.op == "placeholder"}
     storages = {name: v.untyped_storage() for name, v in values.items() if isinstance(v, torch.Tensor)}
-    callers = {x._cdata for name, x in storages.items() if name.startswith("primals_")}
+    callers = {storages[n.name]._cdata for n in s.graph.nodes if n.name in storages and is_callers(n)}
     symbols = Symbols(s.graph.ranges)
 
     def size(n: Any) -> int:
@@ -124,7 +135,7 @@ def _best(m: "Lifetimes") -> Order:
     before = peak = m.peak(given)
     orders, whole = [(peak, given)], False  # each needs less than the one before it
     if peak > m.least:
-        for other in (m.greedy(), m.greedy(patient=True), m.late()):
+        for other in (m.greedy(), m.greedy(patient=True), m.late(), m.hills()):
             if (now := m.peak(other)) < peak:
                 orders.append((peak := now, other))
         looks = _LOOKS[0] + _LOOKS[1] * len(given)
@@ -153,11 +164,16 @@ class Lifetimes:
         kept = list(reversed(first.values()))
         place = {key: k for k, key in enumerate(reversed(first))}
         number = {name: place[key] for name, key in storage.items()}
+        self.number = number
         self.size = [owned[b.name][1] if b.name in owned else b.nbytes.hint() for b in kept]
         reads, writes = [n.reads() for n in program.nodes], [n.writes() for n in program.nodes]
         touched = ((*r, *w, *_aliases(n)) for r, w, n in zip(reads, writes, program.nodes))
         self.touch = [list(dict.fromkeys(number[b] for b in t if b in number)) for t in touched]
         self.work = [_workspace(n, program) for n in program.nodes]
+        self.moved = []  # bytes of each in ``touch``
+        for n, mine in zip(program.nodes, self.touch):
+            part = _parts(n, program)
+            self.moved.append([min(self.size[b], part.get(kept[b].name, self.size[b])) for b in mine])
         users: list[list[int]] = [[] for _ in kept]
         for i, mine in enumerate(self.touch):
             for b in mine:
@@ -201,6 +217,16 @@ class Lifetimes:
                     taken.append(old)
                     break
         return [number[a] for a in taken]
+
+    def keeping(self, names: Sequence[str]) -> "Lifetimes":
+        """The same, but ``names`` are never free."""
+        other = copy(self)
+        other.count, other.left = list(self.count), list(self.left)
+        for b in {self.number[name] for name in names if name in self.number}:
+            other.count[b] += 1
+            other.left[b] += self.n  # a node that never runs
+        other.reset()
+        return other
 
     def reset(self) -> None:
         self.users, self.last = list(self.count), list(self.left)
@@ -292,6 +318,62 @@ class Lifetimes:
                 stack += sorted(earlier, reverse=True)
         return tuple(out)
 
+    def hills(self) -> tuple[int, ...]:
+        """Of all that may run, with what follows from it alone: what ends no higher than it began, the lowest first;
+        else what needs most beyond what it leaves, since last it would stand on what all others have left."""
+        self.reset()
+        known: dict[int, tuple[Rank, list[int]]] = {}
+        through: dict[int, set[int]] = {}  # buffer -> those whose hills touch it
+        stops: dict[int, set[int]] = {}  # node -> those whose hills end before it, since it waits for others too
+        heap: list[tuple[Rank, int]] = []
+        out: dict[int, None] = {}
+        new = {i for i in range(self.n) if not self.waiting[i]}
+        while new or known:
+            for i in new:
+                known[i] = self._hill(i, stops)
+                heapq.heappush(heap, (known[i][0], i))
+                for j in known[i][1]:
+                    for b in self.touch[j]:
+                        through.setdefault(b, set()).add(i)
+            new = set()
+            rank, i = heapq.heappop(heap)
+            if i not in known or known[i][0] != rank:
+                continue  # of before its hill changed
+            for j in known[i][1][: -rank[2]]:
+                self.run(j)
+                out[j] = None
+                known.pop(j, None)
+                for k in self.after[j]:
+                    if self.waiting[k] <= 1:  # (a hill may go on)
+                        new |= stops.pop(k, set()) | (set() if self.waiting[k] else {k})
+                for b in self.touch[j]:
+                    if self.users[b] <= 2:  # (a hill may free it now)
+                        new |= through.pop(b, set())
+            new = {k for k in new if k not in out}
+        return tuple(out)
+
+    def _hill(self, i: int, stops: dict[int, set[int]]) -> tuple[Rank, list[int]]:
+        """The rank of i, and what then may run. The last of the rank's numbers, negative: where it is best to stop."""
+        path: list[int] = []
+        high, base, best = 0, self.bytes, (2, 0, 0)
+        ready = [i]
+        while ready and len(path) < _DEEP and best[0] > 0:
+            j = min(ready, key=lambda j: (self.score[j], j))
+            ready.remove(j)
+            high = max(high, self.during(j) - base)
+            self.run(j)
+            path.append(j)
+            net = self.bytes - base
+            best = min(best, (0, high, -len(path)) if net <= 0 else (1, net - high, -len(path)))
+            for k in self.after[j]:
+                if self.waiting[k]:
+                    stops.setdefault(k, set()).add(i)
+                else:
+                    ready.append(k)
+        for j in reversed(path):
+            self.undo(j)
+        return best, path
+
     def below(self, limit: int, looks: int) -> tuple[tuple[int, ...] | None, int]:
         """An order whose peak is below ``limit``, or None; and how many looks are left, 0 if it ended for that."""
         self.reset()
@@ -335,12 +417,27 @@ class Lifetimes:
         touched, far = 0, 0
         at: dict[int, int] = {}
         for i in sequence:
-            for b in self.touch[i]:
+            for b, moved in zip(self.touch[i], self.moved[i]):
                 if b in at and touched - at[b] > _CACHE:
-                    far += self.size[b]
-            touched += sum(self.size[b] for b in self.touch[i])
+                    far += moved
+            touched += sum(self.moved[i])
             at |= dict.fromkeys(self.touch[i], touched)
         return far
+
+
+def _parts(node: Node, program: Program) -> dict[str, int]:
+    """Bytes of each buffer that it reads or writes, at most."""
+    out: dict[str, int] = {}
+    views = iter_views((node.args, node.kwargs, node.outputs)) if isinstance(node, Extern) else ()
+    found: list[tuple[str, Any, int]] = [(v.buffer, (v.buffer, v), math.prod(e.hint() for e in v.shape)) for v in views]
+    for p in node.variants[-1].kernel.parts if is_kernel(node) else ():
+        if not isinstance(p, LoopNest):
+            return {}
+        points = (p.numel * p.rnumel).hint()
+        found += [(s.buffer, (s.buffer, s.index), points) for s in p.body if isinstance(s, (Load, Store))]
+    for name, count in {key: (name, count) for name, key, count in found}.values():
+        out[name] = out.get(name, 0) + count * program.buffers[name].dtype.itemsize
+    return out
 
 
 def _aliases(node: Node) -> list[str]:

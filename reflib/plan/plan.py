@@ -20,9 +20,9 @@ from typing import TypeGuard
 import torch
 
 from ..ir.expr import Sym, expr
-from ..ir.loops import Load, LoopNest, Reduce, Stmt
+from ..ir.loops import Load, LoopNest, Reduce, Stmt, Store
 from ..ir.program import Buffer, Extern, KernelNode, Node, Program, Variants, iter_views, walk
-from ..ir.transforms import phases
+from ..ir.transforms import TWICE, needed, phases
 from ..options import Options
 from ..seams import Seam
 from .steps import Alloc, Branch, Call, Check, Free, Launch, Let, Note, Plan, Return, Step
@@ -214,10 +214,13 @@ def can_overwrite(node: Variants, dead: str, new: str) -> bool:
         return False
     if any(s.buffer == dead for s in loops.body[_position(loops, stores[0]) :] if isinstance(s, Load)):
         return False
-    if not any(isinstance(s, Reduce) for s in loops.body):
-        return True
-    when = phases(loops.body, most=True)
-    return next(p for p, s in zip(when, loops.body) if s is stores[0]) == max(when)
+    body, at = loops.body, _position(loops, stores[0])
+    for when in (phases(body, most) for most in (False, True) if loops.reduced):
+        ends = ((i, when[i] + (getattr(s, "kind", "") in TWICE)) for i, s in enumerate(body))
+        late = [i for i, last in ends if last > when[at] and isinstance(body[i], (Reduce, Store))]
+        if any(body[j] in loads for j in needed(body, late, lambda k: not isinstance(body[k], Reduce))):
+            return False
+    return True
 
 
 def _position(loops: LoopNest, stmt: Stmt) -> int:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import reflib
 from reflib.ir.interpret import interpret
 from reflib.ir.program import Extern, Program, Template
-from reflib.lower import matmul, padding
+from reflib.lower import matmul, padding, strips
 from reflib.lower.context import LoweringContext
 from tests.choices import GPU, choices, program_of, with_variant
 from tests.semantics import Compiled
@@ -120,6 +120,37 @@ def test_an_operand_of_two_products_is_copied_once() -> None:
     assert dx.args[0].buffer == dw.args[0].buffer
     assert program.outputs[1].buffer == dw.outputs[0]
     assert program.buffers[dw.outputs[0]].shape == (16, 40)
+
+
+@pytest.fixture
+def strips_of_eight(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("LEAST", 0), ("TILE", 8)):
+        monkeypatch.setattr(strips, name, value)
+    monkeypatch.setattr(padding, "LONG", 0)
+
+
+@pytest.mark.usefixtures("strips_of_eight")
+def test_a_gradient_with_misaligned_rows_is_copied_in_strips_for_both_products() -> None:
+    """Widths that strips divide or not, rows that are and are none of a multiple; a part of something larger."""
+    rng = random.Random(7)
+    for wide in (9, 31, 33, 65, rng.randrange(67, 99, 2), rng.randrange(66, 98, 8)):
+        tokens, inner, extra = 8 * rng.randint(1, 4), 8 * rng.randint(1, 4), rng.choice([0, 3])
+        sizes = ((tokens, wide + extra), (wide, inner), (tokens, inner))
+        dy, w, x = (torch.randint(-1, 2, s).bfloat16() for s in sizes)
+        program = check(lambda dy, w, x: (dy @ w, dy.t() @ x), [dy[:, extra:], w, x])
+        made = [b for b in program.buffers if "strip" in b]
+        assert 1 <= len(made) <= strips.STRIPS[1] and len(products(program)) == 2 * len(made)
+        assert not any("operand" in b for b in program.buffers)
+
+
+def test_a_step_holds_one_strip_at_a_time() -> None:
+    rng = random.Random(3)
+    tokens, inner, wide = 1024 * rng.randint(1, 3), 256 * rng.randint(1, 3), rng.randrange(33001, 45000, 2)
+    head = torch.nn.Linear(inner, wide).bfloat16()
+    x = torch.empty(tokens, inner, dtype=torch.bfloat16, requires_grad=True)
+    memory = reflib.explain(head, x, target="sm_90", dynamic=False).backward.memory
+    gradients = 2 * (wide * (inner + 1) + tokens * inner)
+    assert memory.peak_bytes < 2 * tokens * wide * (1 + 1.1 / strips.STRIPS[0]) + 1.01 * gradients
 
 
 @pytest.mark.usefixtures("always")

@@ -140,3 +140,48 @@ def test_not_over_what_a_second_pass_of_a_variance_or_a_position_reads(fn):
     x, w = torch.randn(600, 48), torch.randn(48, 96)
     for got, want in zip(reflib.compile(fn)(x, w), fn(x, w), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def columns(later: str):
+    """``b`` = -a, stored in the pass that sums the columns of -a, and per ``later`` what a second pass reads."""
+    r, p = Var("r", expr(N)), Var("p", expr(8))
+    at = 8 * expr(r) + expr(p)
+    b = BodyBuilder()
+    x = b.op("neg", b.load("a", at, torch.float32))
+    b.store("b", at, x)
+    total = b.reduce("sum" if later != "two passes of one" else "m2", x, dtype=torch.float32)
+    b.store("s", expr(p), total)
+    if later == "another sum":
+        b.store("t", expr(p), b.reduce("sum", b.op("mul", b.load("w", at, torch.float32), total), dtype=torch.float32))
+    elif later == "of the same":
+        b.store("t", expr(p), b.reduce("sum", b.op("mul", x, total), dtype=torch.float32))
+    return scheduled(LoopNest("k1", (Axis(r, "r"), Axis(p, "p")), tuple(b.body)), Config(reduction="looped"))
+
+
+@pytest.mark.parametrize(
+    ("later", "over"),
+    [("", True), ("another sum", True), ("of the same", False), ("two passes of one", False)],
+)
+def test_what_is_summed_too_is_overwritten_if_no_later_pass_reads_it(later, over):
+    table = [buffer("x", "input", n=N * 8), buffer("w", "input", n=N * 8), buffer("a", n=N * 8), buffer("b", n=N * 8)]
+    table += [buffer("s", n=8), buffer("t", n=8)]
+    i = Var("i", expr(N * 8))
+    first = BodyBuilder()
+    first.store("a", expr(i), first.op("neg", first.load("x", expr(i), torch.float32)))
+    nodes = [scheduled(LoopNest("k0", (Axis(i, "p"),), tuple(first.body))), columns(later)]
+    outputs = ["b", "s", *(["t"] if later not in ("", "two passes of one") else [])]
+    p = plan(program(nodes, table, outputs, ("x", "w")), Options())
+    assert allocs(p)["b"] == ("a" if over else None)
+
+
+@pytest.mark.parametrize("rows", [70, 1030])
+def test_a_gradient_that_is_summed_is_eagers(rows):
+    torch.manual_seed(rows)
+    x, w, v, mask = torch.randn(rows, 33), torch.randn(33, 50), torch.randn(50, 20), torch.randn(rows, 50)
+
+    def fn(x, w, v, mask):
+        g = torch.where(mask > 0, x @ w, 0)
+        return g @ v, g.sum(0), g.t() @ x
+
+    for got, want in zip(reflib.compile(fn)(x, w, v, mask), fn(x, w, v, mask), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
