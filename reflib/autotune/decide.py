@@ -23,7 +23,7 @@ one kernel, which the first takes in) is sent again. What is known already is no
 ``lookup_table`` of the user's, the store of decisions, an imported table, in this order.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -214,15 +214,20 @@ def _decide_by_what_is_known(
 # -- by measuring ----------------------------------------------------------------------------------
 def _begin_all(program: Program, work: Work) -> None:
     """Send out every question whose answer is not known, then do something else."""
-    tuning, touched = work.tuning, set()
-    if tuning.tuner is not None or tuning.store is not None or work.options.lookup_table is not None:
+    tuning, touched, seen = work.tuning, set(), set()
+
+    def questions() -> Iterator[Question]:
         for choice in program.nodes:
             if isinstance(choice, Choice):
                 target = work.target_of(program.buffers[choice.outputs[0]].device)
                 q = question_of(program, choice, target, work.options, work.makers)
-                touched |= {choice.name, *q.region.members}
-                if q.text and q.text not in work.known and q.text not in work.begun:
-                    begin(q, work)
+                touched.update({choice.name, *q.region.members})
+                if q.text and q.text not in work.known and q.text not in seen:
+                    seen.add(q.text)
+                    yield q
+
+    if tuning.tuner is not None or tuning.store is not None or work.options.lookup_table is not None:
+        begin(questions(), work)
     if tuning.meanwhile is not None and work.begun:
         tuning.meanwhile(touched)
 
@@ -232,7 +237,7 @@ def _decide_by_measuring(program: Program, choice: Choice, target: Target, work:
     before = work.known.get(q.text) if q.text else None
     if before is None and work.tuning.known_only:
         if q.text:  # a question that an earlier winner changed may be known
-            begin(q, work)
+            begin([q], work)
             before = work.known.get(q.text)
         if before is None:
             work.tuning.left = True

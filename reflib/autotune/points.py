@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from .known import Elsewhere
 from .lock import device_lock
 from .matmul import problem
 from .measure import measure, request
+from .parts import joined
 from .question import Question
 from .ranges import Range
 from .report import Report, epilogue_verdict
@@ -74,8 +76,9 @@ class Tuning:
 class Work:
     """What deciding one program needs everywhere. ``plain``: a program with its choices decided by the static rule;
     ``static``: the key that the static rule chooses. ``known``: outcomes of earlier questions, by their text;
-    ``nested``: winners among registered ops inside of candidates, by choice. ``begun``: points of each range that were
-    sent to be measured. ``owed``: what other processes wait for."""
+    ``nested``: winners among registered ops inside of candidates, by choice. ``parts``: of a question whose answer is
+    not known; by the text of each: ``begun``: points of each range that were sent to be measured here, and ``owed``:
+    what other processes wait for."""
 
     options: Options
     target_of: TargetOf
@@ -86,6 +89,7 @@ class Work:
     static: Callable[[Question], Key]
     nested: dict[str, Key] = field(default_factory=dict)
     known: dict[str, Outcome] = field(default_factory=dict)
+    parts: dict[str, list[Question]] = field(default_factory=dict)
     begun: dict[str, list[list[Point]]] = field(default_factory=dict)
     owed: dict[str, Question] = field(default_factory=dict)
     elsewhere: dict[Target, Elsewhere] = field(default_factory=dict)
@@ -108,23 +112,46 @@ class Point:
     row_key: str = ""  # of the store, for rows of an unfinished measurement
 
 
-def begin(q: Question, work: Work) -> None:
-    """Look it up, or send it to be measured."""
-    found = known.find(q, work.options, work.tuning.store) if q.text else None
-    several = work.tuning.together
-    if talks(q, work):
-        found = several["known"](q, found, work)
-    if found is not None:
-        work.known[q.text] = found
-    elif not work.tuning.known_only:
-        ask_first(q, work)
+def begin(questions: Iterable[Question], work: Work) -> None:
+    """Look each up, or send it to be measured."""
+
+    def unknown() -> Iterator[Question]:
+        for q in questions:
+            found = known.find(q, work.options, work.tuning.store) if q.text else None
+            if talks(q, work):
+                found = work.tuning.together["known"](q, found, work)
+            if found is not None:
+                work.known[q.text] = found
+            elif not work.tuning.known_only:
+                yield q
+
+    send(unknown(), work)
 
 
-def ask_first(q: Question, work: Work) -> None:
-    """Send it to be measured, unless another process is to do it."""
-    several = work.tuning.together
-    if not several or talks(q, work) or several["claim"](q, work):
-        ask(q, work)
+def send(questions: Iterable[Question], work: Work) -> None:
+    """Send each to be measured, or those parts of it that no other process is to do."""
+    together = work.tuning.together
+
+    def alone() -> Iterator[Question]:
+        for q in questions:
+            if talks(q, work):
+                work.parts[q.text] = [q]
+                ask(q, work)
+            else:
+                yield q
+
+    dealt = together["deal"](alone(), partial(_default, work=work)) if together else ((q, [q]) for q in questions)
+    for q, parts in dealt:
+        work.parts[q.text] = parts
+        for part in parts:
+            if not together or together["claim"](part, work):
+                ask(part, work)
+
+
+def _default(q: Question, work: Work) -> Key:
+    """The candidate that others must beat: in the background what runs now, if it is one of them."""
+    static = work.static(q) if work.tuning.background else q.default
+    return static if static in q.candidates else q.default
 
 
 def talks(q: Question, work: Work) -> bool:
@@ -141,31 +168,38 @@ def ask(q: Question, work: Work) -> None:
 
 def outcome_of(q: Question, work: Work) -> Outcome:
     """The winner of every range; here ``autotune`` waits for workers."""
-    several = work.tuning.together
-    if q.text not in work.begun:  # a question that an earlier winner changed, or that has no text
-        begin(q, work)
+    if q.text not in work.parts:  # a question that an earlier winner changed, or that has no text
+        begin([q], work)
         if q.text in work.known:
             return work.known[q.text]
+    start = time.perf_counter()
+    found = [_outcome_of(part, work) for part in work.parts.pop(q.text)]
+    outcomes, here = [outcome for outcome, _ in found], [point for _, points in found for point in points]
+    outcome = outcomes[0] if len(outcomes) == 1 else joined(q, outcomes, _default(q, work))
+    store = work.tuning.store
+    if q.text and store is not None and all(p.complete for p in here) and any(r.time_us for r in outcome.rows):
+        known.keep(q, outcome, time.perf_counter() - start, store)
+        for point in here:
+            store.drop_rows(point.row_key)
+    return outcome
+
+
+def _outcome_of(q: Question, work: Work) -> tuple[Outcome, list[Point]]:
+    """Of a question or a part of one; and the points that were measured here."""
+    several = work.tuning.together
     if q.text not in work.begun:  # (there are several)
         if (theirs := several["settle"](q, work)) is not None:
-            return theirs
+            return theirs, []
         ask(q, work)
-    start = time.perf_counter()
     asked = work.begun.pop(q.text)
     found = [measure_range(q, r, points, work) for r, points in zip(q.ranges, asked)]
     reasons = [f"{r.label}: {reason}" if r.label else reason for r, (_, _, reason) in zip(q.ranges, found)]
     rows = tuple(row for _, more, _ in found for row in more)
     outcome = Outcome(tuple(winner for winner, _, _ in found), rows, "; ".join(reasons))
-    every = [point for points in asked for point in points]
-    store = work.tuning.store
-    if q.text and store is not None and all(p.complete for p in every) and any(r.time_us for r in rows):
-        known.keep(q, outcome, time.perf_counter() - start, store)
-        for point in every:
-            store.drop_rows(point.row_key)
     if several:
         several["publish"](q, outcome)
         work.owed.pop(q.text, None)
-    return outcome
+    return outcome, [point for points in asked for point in points]
 
 
 def release(work: Work) -> None:
@@ -201,9 +235,7 @@ def _ask(q: Question, sizes: dict[str, int], work: Work) -> Point:
     valid = {k: q.candidates[k] for k, facts in of_sizes.items() if all(holds(g, values) for g in facts)}
     left_out = tuple(Candidate(key, "guard", why="what it assumes of the sizes does not hold here")
                      for key in q.candidates if key not in valid)  # fmt: skip
-    default = q.default
-    if tuning.background and (static := work.static(q)) in valid:  # what runs now, and is to be beaten
-        default = static
+    default = key if (key := _default(q, work)) in valid else q.default
     programs = {
         str(key): with_hints(work.plain(splice(q.region.program, choice, a)), sizes) for key, a in valid.items()
     }

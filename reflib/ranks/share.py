@@ -18,16 +18,18 @@ operation of the store (``compare_set``). The rules are generators of store requ
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from ..autotune.known import keep
+from ..autotune.parts import parts_of
 from ..autotune.store import Outcome
+from ..ir.decision import Key
 from ..logs import get as logger
 from .meeting import store_of
 
@@ -36,9 +38,22 @@ MOST_REQUESTS = 1000  # per second, of all ranks together
 STALE, BEAT = 10.0, 1.0
 Requests = Generator[tuple[Any, ...], Any, Any]  # (what, ...): see ``Sharing.do``
 DONE = "done"
+T = TypeVar("T")
 
 
 # -- the rules --------------------------------------------------------------------------------------------
+def rounds(questions: Iterable[T], size: int) -> Iterator[tuple[T, int]]:
+    """Each question, and by how many of ``size`` ranks it can be measured without leaving another one for later."""
+    left = iter(questions)
+    while some := list(itertools.islice(left, size)):
+        yield from ((q, size // len(some)) for q in some)
+
+
+def divided(key: str, most: int) -> Requests:
+    """In how many parts is it measured? As the first rank says: those that know more or come later have fewer left."""
+    return int((yield "compare_set", f"{key}/parts", "", str(most)))
+
+
 def claimed(me: int, key: str) -> Requests:
     """Did this rank claim it now?"""
     return (yield "compare_set", f"{key}/claim", "", str(me)) == str(me)
@@ -135,9 +150,18 @@ def sharing() -> Sharing | None:
     return _sharing[group]
 
 
+def deal(questions: Iterable[Any], kept: Callable[[Any], Key]) -> Iterator[tuple[Any, list[Any]]]:
+    """Each with the parts that it is measured in, for ``Tuning.together``. ``kept``: a candidate that each part has."""
+    s = sharing()
+    for q, most in rounds(questions, 1 if s is None else s.size):
+        if s is not None and q.text:
+            most = _done(s, divided(_key(q), most), 1)
+        yield q, parts_of(q, most, {q.default, kept(q)}) if most > 1 else [q]
+
+
 def claim(q: Any, work: Any) -> bool:
-    """Is this rank to measure the question now? A part of ``Tuning.together``, as are the next three. A store that
-    cannot be used is no obstacle: each rank measures then."""
+    """Is this rank to measure the question, or the part of one, now? A store that cannot be used is no obstacle: each
+    rank measures then."""
     s = sharing()
     if s is None or not q.text:
         return True
@@ -145,29 +169,24 @@ def claim(q: Any, work: Any) -> bool:
     number = s.dealt.setdefault(key, len(s.dealt))
     if key in s.mine:
         return True
-    try:
-        if number % s.size != s.rank or not s.run(claimed(s.rank, key)):
-            return False
-    except RuntimeError as e:
-        logger("tuning").warning("decisions are not shared between ranks: %s", e)
-        return True
-    s.measuring(key)
-    return True
+    if number % s.size != s.rank:
+        return False
+    found = _done(s, claimed(s.rank, key), None)
+    if found:
+        s.measuring(key)
+    return found is not False
 
 
 def settle(q: Any, work: Any) -> Outcome | None:
     """Another rank's outcome, waited for; None: measure it here."""
-    s, start = sharing(), time.perf_counter()
+    s = sharing()
     if s is None or not q.text:
         return None
     key = _key(q)
     try:
         found = s.run(settled(s.rank, s.size, key, work.options.tuning_seconds))
         if found is not None:
-            outcome = Outcome.from_data(json.loads(found))
-            if work.tuning.store is not None and any(r.time_us for r in outcome.rows):
-                keep(q, outcome, time.perf_counter() - start, work.tuning.store)
-            return outcome
+            return Outcome.from_data(json.loads(found))
     except (RuntimeError, ValueError, KeyError, TypeError) as e:
         logger("tuning").warning("decisions are not shared between ranks: %s", e)
         return None
@@ -180,11 +199,8 @@ def publish(q: Any, outcome: Outcome) -> None:
     s = sharing()
     if s is None or (key := _key(q)) not in s.mine:
         return
-    try:
-        reason = f"{outcome.reason}; measured by rank {s.rank} for all"
-        s.run(published(key, json.dumps(asdict(Outcome(outcome.winners, outcome.rows, reason)))))
-    except RuntimeError as e:
-        logger("tuning").warning("decisions are not shared between ranks: %s", e)
+    reason = f"{outcome.reason}; measured by rank {s.rank} for all"
+    _done(s, published(key, json.dumps(asdict(Outcome(outcome.winners, outcome.rows, reason)))), None)
     s.mine.discard(key)
 
 
@@ -194,10 +210,16 @@ def release(q: Any) -> None:
     if s is None or (key := _key(q)) not in s.mine:
         return
     s.mine.discard(key)
+    _done(s, released(s.rank, key), None)
+
+
+def _done(s: Sharing, requests: Requests, otherwise: Any) -> Any:
+    """What ``requests`` return; ``otherwise`` where the store cannot be used."""
     try:
-        s.run(released(s.rank, key))
-    except RuntimeError as e:
+        return s.run(requests)
+    except (RuntimeError, ValueError) as e:
         logger("tuning").warning("decisions are not shared between ranks: %s", e)
+        return otherwise
 
 
 def _key(q: Any) -> str:

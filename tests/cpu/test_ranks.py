@@ -221,6 +221,17 @@ def test_a_choice_is_measured_by_one_rank(two: Ranks) -> None:
         assert sum(f"measured by rank {1 - rank} for all" in reason for rank, reason in enumerate(told)) == 1, told
 
 
+@pytest.mark.parametrize("late", [0.0, pytest.param(3.0, marks=pytest.mark.slow)])
+def test_a_choice_between_many_is_measured_in_parts(two: Ranks, late: float) -> None:
+    results = two.run(tasks.share_parts, late, limit=200.0)
+    assert not any(isinstance(r, Failed) for r in results), results
+    assert results[0] == results[1]  # one decision, of the same rows
+    for winner, reason, rows in results:
+        assert winner == "by_product" and "; measured in 2 parts" in reason, reason
+        assert [name for name, *_ in rows] == ["eager", "by_product", *(f"way{i}" for i in range(1, 9))]
+        assert all(status == "ok" and us for _, status, us in rows), rows
+
+
 def test_a_rank_with_another_device_measures_for_itself(four: Ranks) -> None:
     results = four.run(tasks.share, True, limit=200.0)
     assert not any(isinstance(r, Failed) for r in results), results
