@@ -1,8 +1,12 @@
 """Choices that many ranks have to decide are measured once: by one rank each, for all that have equal devices.
 
-The default process group's store holds, per question (``Question.store_key``: the subprogram, its candidates, the model
-of the device, versions), a **claim** and, once it is decided, the outcome. The i-th question of a program is dealt to
-rank i modulo their number, which claims it at once and has it measured. When a rank needs an answer
+Questions are dealt in rounds of as many as there are ranks, one to each. Those of the last round, if they are fewer,
+are measured in **parts** (``autotune.parts``), so that no rank is idle: each by several ranks, which have some of its
+candidates each, and its default. In how many, the first rank that comes to a question says.
+
+The default process group's store holds, per question or part (``Question.store_key``: the subprogram, its candidates,
+the model of the device, versions), a **claim** and, once it is decided, the outcome. The i-th is dealt to rank i modulo
+their number, which claims it at once and has it measured. When a rank needs an answer
 
 * it is there: it is taken, and kept in this rank's own table of decisions;
 * no rank has claimed it (another program, other devices, a rank that is late): this rank claims it and measures;
@@ -50,7 +54,7 @@ def rounds(questions: Iterable[T], size: int) -> Iterator[tuple[T, int]]:
 
 
 def divided(key: str, most: int) -> Requests:
-    """In how many parts is it measured? As the first rank says: those that know more or come later have fewer left."""
+    """In how many parts is it measured? As the first rank says: others may know more, and have fewer questions left."""
     return int((yield "compare_set", f"{key}/parts", "", str(most)))
 
 
