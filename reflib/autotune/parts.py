@@ -48,7 +48,7 @@ def joined(q: Question, outcomes: Sequence[Outcome], default: Key) -> Outcome:
     ordered = [rows[key] for key in q.candidates if key in rows]
     if any(r.time_us for r in ordered):
         name, reason = pick_winner(ordered, str(default), q.choice.min_speedup)
-        return Outcome((q.named[name],), tuple(ordered), f"{reason}; measured in {len(outcomes)} parts")
+        return Outcome((q.named[name],), tuple(ordered), f"{reason}; measured in {len(outcomes)} parts for all")
     found = next((o for o in outcomes if o.winners != (default,)), outcomes[0])  # (what is not measured stays)
     return Outcome(found.winners, tuple(ordered), found.reason)
 
