@@ -42,7 +42,7 @@ from .known import Elsewhere
 from .matmul import best_tiling, open_template, static_tiling, with_tiling
 from .points import Build, TargetOf, Tuning, Work, begin, outcome_of, release
 from .prologue import cannot_lose
-from .question import Question, dtypes_of, question_of, sizes_of
+from .question import Question, dtypes_of, groups_of, question_of, sizes_of
 from .ranges import Range, inner_of, merged, representatives, say_once
 from .roofline import tensor_cores
 from .store import Outcome, keeps_decisions, store
@@ -227,9 +227,15 @@ def _begin_all(program: Program, work: Work) -> None:
                     yield q
 
     if tuning.tuner is not None or tuning.store is not None or work.options.lookup_table is not None:
-        begin(questions(), work)
+        begin(questions(), work, len(_different(program)))
     if tuning.meanwhile is not None and work.begun:
         tuning.meanwhile(touched)
+
+
+def _different(program: Program) -> set[Any]:
+    """The choices that are measured by one process, as far as they differ in what they compute, or its sizes."""
+    buffers, choices = program.buffers, [n for n in program.nodes if isinstance(n, Choice) and not groups_of(n)]
+    return {(n.op, *(buffers[b].shape for b in n.reads() if b in buffers)) for n in choices}
 
 
 def _decide_by_measuring(program: Program, choice: Choice, target: Target, work: Work) -> tuple[Program, Decision]:

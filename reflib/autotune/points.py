@@ -78,7 +78,7 @@ class Work:
     ``static``: the key that the static rule chooses. ``known``: outcomes of earlier questions, by their text;
     ``nested``: winners among registered ops inside of candidates, by choice. ``parts``: of a question whose answer is
     not known; by the text of each: ``begun``: points of each range that were sent to be measured here, and ``owed``:
-    what other processes wait for."""
+    what other processes wait for; ``answered``: by this one, before it was needed here."""
 
     options: Options
     target_of: TargetOf
@@ -92,6 +92,7 @@ class Work:
     parts: dict[str, list[Question]] = field(default_factory=dict)
     begun: dict[str, list[list[Point]]] = field(default_factory=dict)
     owed: dict[str, Question] = field(default_factory=dict)
+    answered: dict[str, tuple[Outcome, list[Point]]] = field(default_factory=dict)
     elsewhere: dict[Target, Elsewhere] = field(default_factory=dict)
 
 
@@ -112,8 +113,8 @@ class Point:
     row_key: str = ""  # of the store, for rows of an unfinished measurement
 
 
-def begin(questions: Iterable[Question], work: Work) -> None:
-    """Look each up, or send it to be measured."""
+def begin(questions: Iterable[Question], work: Work, count: int = 1) -> None:
+    """Look each of about ``count`` up, or send it to be measured."""
 
     def unknown() -> Iterator[Question]:
         for q in questions:
@@ -125,11 +126,11 @@ def begin(questions: Iterable[Question], work: Work) -> None:
             elif not work.tuning.known_only:
                 yield q
 
-    send(unknown(), work)
+    send(unknown(), work, count)
 
 
-def send(questions: Iterable[Question], work: Work) -> None:
-    """Send each to be measured, or those parts of it that no other process is to do."""
+def send(questions: Iterable[Question], work: Work, count: int) -> None:
+    """Send each of about ``count`` to be measured, or those parts of it that no other process is to do."""
     together = work.tuning.together
 
     def alone() -> Iterator[Question]:
@@ -140,8 +141,8 @@ def send(questions: Iterable[Question], work: Work) -> None:
             else:
                 yield q
 
-    dealt = together["deal"](alone(), partial(_default, work=work)) if together else ((q, [q]) for q in questions)
-    for q, parts in dealt:
+    kept = partial(_default, work=work)
+    for q, parts in together["deal"](alone(), count, kept) if together else ((q, [q]) for q in questions):
         work.parts[q.text] = parts
         for part in parts:
             if not together or together["claim"](part, work):
@@ -187,7 +188,11 @@ def outcome_of(q: Question, work: Work) -> Outcome:
 def _outcome_of(q: Question, work: Work) -> tuple[Outcome, list[Point]]:
     """Of a question or a part of one; and the points that were measured here."""
     several = work.tuning.together
+    if q.text in work.answered:
+        return work.answered.pop(q.text)
     if q.text not in work.begun:  # (there are several)
+        for own in list(work.owed.values()):  # before this process waits, what others wait for
+            work.answered[own.text] = _outcome_of(own, work)
         if (theirs := several["settle"](q, work)) is not None:
             return theirs, []
         ask(q, work)
@@ -275,8 +280,8 @@ def _send(q: Question, sizes: dict[str, int], point: Point, tuner: Tuner, work: 
 
 def _pruning(q: Question, target: Target) -> Prune | None:
     """Which candidates need not be measured, by the compiler's report of their kernels. A candidate with its epilogue
-    apart is compiled only where the kernel with it spills, or registers limit how many of its blocks run at once: it
-    needs as much shared memory either way."""
+    apart is compiled only where the kernel with it spills, or registers alone limit how many of its blocks run at once:
+    it needs as much shared memory either way."""
     if not target.is_gpu:
         return None
     tiled = {key: t for key, a in q.candidates.items() for t in a.nodes if isinstance(t, Template) and t.tiling}
@@ -301,7 +306,7 @@ def _epilogue_pruned(key: Key, t: Template, known: Mapping[Key, list[Report] | N
     fused = known.get(whole)
     if not fused:  # not compiled yet; or it cannot be, or has no kernel
         return "" if whole in known else None
-    if not mine and (fused[0].spills or "registers" in fused[0].limit):
+    if not mine and (fused[0].spills or fused[0].limit == "registers"):
         return ""  # compile it, and compare
     saved = 2 * t.dtype.itemsize * math.prod(problem(t).sizes[:3])
     verdict, reason = epilogue_verdict(fused[0], mine[0] if mine else fused[0], saved)

@@ -2,7 +2,8 @@
 
 Questions are dealt in rounds of as many as there are ranks, one to each. Those of the last round, if they are fewer,
 are measured in **parts** (``autotune.parts``), so that no rank is idle: each by several ranks, which have some of its
-candidates each, and its default. In how many, the first rank that comes to a question says.
+candidates each, and its default. In how many, the first rank that comes to a question says: others may know more, and
+have fewer questions left.
 
 The default process group's store holds, per question or part (``Question.store_key``: the subprogram, its candidates,
 the model of the device, versions), a **claim** and, once it is decided, the outcome. The i-th is dealt to rank i modulo
@@ -22,13 +23,12 @@ operation of the store (``compare_set``). The rules are generators of store requ
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..autotune.parts import parts_of
@@ -42,19 +42,17 @@ MOST_REQUESTS = 1000  # per second, of all ranks together
 STALE, BEAT = 10.0, 1.0
 Requests = Generator[tuple[Any, ...], Any, Any]  # (what, ...): see ``Sharing.do``
 DONE = "done"
-T = TypeVar("T")
 
 
 # -- the rules --------------------------------------------------------------------------------------------
-def rounds(questions: Iterable[T], size: int) -> Iterator[tuple[T, int]]:
-    """Each question, and by how many of ``size`` ranks it can be measured without leaving another one for later."""
-    left = iter(questions)
-    while some := list(itertools.islice(left, size)):
-        yield from ((q, size // len(some)) for q in some)
+def helpers(i: int, count: int, size: int) -> int:
+    """How many of ``size`` ranks can measure the i-th of ``count`` questions, and leave none of its round for later."""
+    left = count - i // size * size  # in this round and those that follow
+    return max(1, size // min(size, left)) if left > 0 else 1
 
 
 def divided(key: str, most: int) -> Requests:
-    """In how many parts is it measured? As the first rank says: others may know more, and have fewer questions left."""
+    """In how many parts is it measured? As the first rank says."""
     return int((yield "compare_set", f"{key}/parts", "", str(most)))
 
 
@@ -154,12 +152,14 @@ def sharing() -> Sharing | None:
     return _sharing[group]
 
 
-def deal(questions: Iterable[Any], kept: Callable[[Any], Key]) -> Iterator[tuple[Any, list[Any]]]:
-    """Each with the parts that it is measured in, for ``Tuning.together``. ``kept``: a candidate that each part has."""
+def deal(questions: Iterable[Any], count: int, kept: Callable[[Any], Key]) -> Iterator[tuple[Any, list[Any]]]:
+    """Each with the parts that it is measured in, for ``Tuning.together``. ``count``: about how many there are.
+    ``kept``: a candidate that each part has."""
     s = sharing()
-    for q, most in rounds(questions, 1 if s is None else s.size):
+    for i, q in enumerate(questions):
+        most = 1
         if s is not None and q.text:
-            most = _done(s, divided(_key(q), most), 1)
+            most = _done(s, divided(_key(q), helpers(i, count, s.size)), 1)
         yield q, parts_of(q, most, {q.default, kept(q)}) if most > 1 else [q]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .share import BEAT, Requests, claimed, divided, published, rounds, settled
+from .share import BEAT, Requests, claimed, divided, helpers, published, settled
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def tuned(me: int, size: int, questions: int, limit: float, parts: int = 1) -> R
     """What one rank does: claim those dealt to it, which then are measured meanwhile; then need each in order. What is
     started has its question, its number among the parts and how many there are."""
     dealt, mine = [], set()
-    for i, most in rounds(range(questions), size):
-        n = yield from divided(str(i), min(most, parts))
+    for i in range(questions):
+        n = yield from divided(str(i), min(helpers(i, questions, size), parts))
         for part in [(i, j, n) for j in range(n)]:
             if len(dealt) % size == me and (yield from claimed(me, str(part))):
                 yield "start", *part
