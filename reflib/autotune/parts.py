@@ -57,6 +57,6 @@ def _beside(row: Candidate, own: Candidate, scale: float) -> Candidate:
     """The row as it would be where the first part was measured; what its default's spread leaves open is its own."""
     if row.time_us is None or row.key == own.key:
         return row
-    times = {name: None if t is None else t * scale for name in ("time_us", "warm_us", "cold_us")
-             for t in [getattr(row, name)]}  # fmt: skip
-    return replace(row, **times, spread=max(row.spread or 0.0, own.spread or 0.0))
+    times = [None if t is None else t * scale for t in (row.time_us, row.warm_us, row.cold_us)]
+    spread = max(row.spread or 0.0, own.spread or 0.0)
+    return replace(row, time_us=times[0], warm_us=times[1], cold_us=times[2], spread=spread)

@@ -53,7 +53,7 @@ class Found:
 def tuned(me: int, size: int, questions: int, limit: float, parts: int = 1) -> Requests:
     """What one rank does: claim those dealt to it, which then are measured meanwhile; then need each in order. What is
     started has its question, its number among the parts and how many there are."""
-    dealt, mine = [], set()
+    dealt, mine = list[tuple[int, int, int]](), set[tuple[int, int, int]]()
     for i in range(questions):
         n = yield from divided(str(i), min(helpers(i, questions, size), parts))
         for part in [(i, j, n) for j in range(n)]:
