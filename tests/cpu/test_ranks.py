@@ -264,6 +264,9 @@ def test_a_thousand_simulated_ranks() -> None:
     recorded = [2.1, 3.4, 1.8, 4.2, 2.7, 3.0]  # seconds for six products, on an H200
     alone, few, many = (simulate(World(n, recorded)) for n in (1, 8, 1000))
     assert alone.seconds > 17 and few.seconds < 4.4 and many.seconds < 1.2 * few.seconds and many.measured == 6
+    for n in (4, 16, 64):  # in parts, so that no rank is idle
+        assert simulate(World(n, recorded, parts=4)).seconds < 0.95 * simulate(World(n, recorded)).seconds
+    assert simulate(World(1000, recorded, parts=4)).measured == 6  # of so many ranks, none
     hard = {"late": 2.0, "stragglers": 0.05, "failures": 0.02}
     few, many = (simulate(World(n, recorded, **hard)) for n in (8, 1000))
     assert many.seconds < 2 * few.seconds and many.ended > 5
