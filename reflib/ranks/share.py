@@ -47,8 +47,8 @@ DONE = "done"
 
 # -- the rules --------------------------------------------------------------------------------------------
 def helpers(i: int, count: int, size: int) -> int:
-    """How many of ``size`` ranks can measure the i-th of ``count`` questions, and leave none of its round for later. (Of
-    many ranks one: each asks the store for every part, which takes longer than it saves.)"""
+    """How many of ``size`` ranks can measure the i-th of ``count`` questions, and leave none of its round for later.
+    (Of many ranks one: each asks the store for every part, which takes longer than it saves.)"""
     if size > FEW:
         return 1
     left = count - i // size * size  # in this round and those that follow
