@@ -215,27 +215,33 @@ def _decide_by_what_is_known(
 def _begin_all(program: Program, work: Work) -> None:
     """Send out every question whose answer is not known, then do something else."""
     tuning, touched, seen = work.tuning, set(), set()
+    different = _different(program)
 
-    def questions() -> Iterator[Question]:
-        for choice in program.nodes:
-            if isinstance(choice, Choice):
-                target = work.target_of(program.buffers[choice.outputs[0]].device)
-                q = question_of(program, choice, target, work.options, work.makers)
-                touched.update({choice.name, *q.region.members})
-                if q.text and q.text not in work.known and q.text not in seen:
-                    seen.add(q.text)
-                    yield q
+    def questions() -> Iterator[tuple[int, Question]]:
+        numbers = tuning.together["order"](len(different)) if tuning.together else range(len(different))
+        names = {n.name for n in different}
+        others = [n for n in program.nodes if isinstance(n, Choice) and n.name not in names]
+        for i, choice in [*((i, different[i]) for i in numbers), *enumerate(others, len(different))]:
+            target = work.target_of(program.buffers[choice.outputs[0]].device)
+            q = question_of(program, choice, target, work.options, work.makers)
+            touched.update({choice.name, *q.region.members})
+            if q.text and q.text not in work.known and q.text not in seen:
+                seen.add(q.text)
+                yield i, q
 
     if tuning.tuner is not None or tuning.store is not None or work.options.lookup_table is not None:
-        begin(questions(), work, len(_different(program)))
+        begin(questions(), work, len(different))
     if tuning.meanwhile is not None and work.begun:
         tuning.meanwhile(touched)
 
 
-def _different(program: Program) -> set[Any]:
-    """The choices that are measured by one process, as far as they differ in what they compute, or its sizes."""
-    buffers, choices = program.buffers, [n for n in program.nodes if isinstance(n, Choice) and not groups_of(n)]
-    return {(n.op, *(buffers[b].shape for b in n.reads() if b in buffers)) for n in choices}
+def _different(program: Program) -> list[Choice]:
+    """The choices that one process can measure, as far as they differ in what they compute, or its sizes."""
+    buffers, found = program.buffers, dict[Any, Choice]()
+    for n in program.nodes:
+        if isinstance(n, Choice) and not groups_of(n):
+            found.setdefault((n.op, *(buffers[b].shape for b in n.reads() if b in buffers)), n)
+    return list(found.values())
 
 
 def _decide_by_measuring(program: Program, choice: Choice, target: Target, work: Work) -> tuple[Program, Decision]:
@@ -243,7 +249,7 @@ def _decide_by_measuring(program: Program, choice: Choice, target: Target, work:
     before = work.known.get(q.text) if q.text else None
     if before is None and work.tuning.known_only:
         if q.text:  # a question that an earlier winner changed may be known
-            begin([q], work)
+            begin([(0, q)], work)
             before = work.known.get(q.text)
         if before is None:
             work.tuning.left = True

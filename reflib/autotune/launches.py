@@ -166,7 +166,7 @@ def decide_launches(
         else:
             unknown.setdefault(q.text, q.of_few())
     try:
-        send(unknown.values(), work, len(unknown))
+        send(enumerate(unknown.values()), work, len(unknown))
         for name, q in asked.items():
             if name not in answers:
                 answers[name] = _measured(q.of_few(), work)

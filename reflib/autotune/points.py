@@ -59,8 +59,10 @@ class Tuning:
     ``together``: for several processes; empty for one. Candidates that communicate are measured by all of them:
     "talks": (Question) -> bool. For those that do, "known": (Question, Outcome or None, Work) -> what all use of what
     is known here; "measure": (Question, Point, Work) -> Result, in place of the tuner's. Others are measured by one for
-    all: "claim": (Question, Work) -> is this one to do it?, "settle": (Question, Work) -> another's Outcome, or None:
-    measure it here; "publish": (Question, Outcome); "release": (Question), which this one was to do and has not.
+    all: "order": (how many) -> the numbers of questions, as they are to be sent; "deal": (numbered Questions, about how
+    many, kept) -> each with the parts it is measured in (``parts``), and those that this one is to do; of each part,
+    "claim": (Question, Work) -> does it do it?, "settle": (Question, Work) -> another's Outcome, or None: measure it
+    here; "publish": (Question, Outcome); "release": (Question), which this one was to do and has not.
     "turn": (Program, kind, Options) -> when a graph that is tuned in the background comes in, or None: at once."""
 
     tuner: Tuner | None = None
@@ -113,38 +115,38 @@ class Point:
     row_key: str = ""  # of the store, for rows of an unfinished measurement
 
 
-def begin(questions: Iterable[Question], work: Work, count: int = 1) -> None:
-    """Look each of about ``count`` up, or send it to be measured."""
+def begin(questions: Iterable[tuple[int, Question]], work: Work, count: int = 1) -> None:
+    """Look each of about ``count`` numbered ones up, or send it to be measured."""
 
-    def unknown() -> Iterator[Question]:
-        for q in questions:
+    def unknown() -> Iterator[tuple[int, Question]]:
+        for i, q in questions:
             found = known.find(q, work.options, work.tuning.store) if q.text else None
             if talks(q, work):
                 found = work.tuning.together["known"](q, found, work)
             if found is not None:
                 work.known[q.text] = found
             elif not work.tuning.known_only:
-                yield q
+                yield i, q
 
     send(unknown(), work, count)
 
 
-def send(questions: Iterable[Question], work: Work, count: int) -> None:
-    """Send each of about ``count`` to be measured, or those parts of it that no other process is to do."""
+def send(questions: Iterable[tuple[int, Question]], work: Work, count: int) -> None:
+    """Send each of about ``count`` to be measured, or those parts of it that this process is to do."""
     together = work.tuning.together
 
-    def alone() -> Iterator[Question]:
-        for q in questions:
+    def alone() -> Iterator[tuple[int, Question]]:
+        for i, q in questions:
             if talks(q, work):
                 work.parts[q.text] = [q]
                 ask(q, work)
             else:
-                yield q
+                yield i, q
 
     kept = partial(_default, work=work)
-    for q, parts in together["deal"](alone(), count, kept) if together else ((q, [q]) for q in questions):
+    for q, parts, own in together["deal"](alone(), count, kept) if together else ((q, [q], [q]) for _, q in questions):
         work.parts[q.text] = parts
-        for part in parts:
+        for part in own:
             if not together or together["claim"](part, work):
                 ask(part, work)
 
@@ -170,7 +172,7 @@ def ask(q: Question, work: Work) -> None:
 def outcome_of(q: Question, work: Work) -> Outcome:
     """The winner of every range; here ``autotune`` waits for workers."""
     if q.text not in work.parts:  # a question that an earlier winner changed, or that has no text
-        begin([q], work)
+        begin([(0, q)], work)
         if q.text in work.known:
             return work.known[q.text]
     start = time.perf_counter()

@@ -6,8 +6,8 @@ candidates each, and its default. In how many, the first rank that comes to a qu
 have fewer questions left.
 
 The default process group's store holds, per question or part (``Question.store_key``: the subprogram, its candidates,
-the model of the device, versions), a **claim** and, once it is decided, the outcome. The i-th is dealt to rank i modulo
-their number, which claims it at once and has it measured. When a rank needs an answer
+the model of the device, versions), a **claim** and, once it is decided, the outcome. A rank claims what is dealt to it
+at once and has it measured. When a rank needs an answer
 
 * it is there: it is taken, and kept in this rank's own table of decisions;
 * no rank has claimed it (another program, other devices, a rank that is late): this rank claims it and measures;
@@ -40,7 +40,7 @@ from .meeting import store_of
 FIRST_PAUSE = 0.02  # seconds between two requests of a rank that waits; they grow
 MOST_REQUESTS = 1000  # per second, of all ranks together
 STALE, BEAT = 10.0, 1.0
-FEW = 100  # ranks for which questions are measured in parts; by the simulation this is faster up to twice as many
+FEW = 16  # ranks for which questions are measured in parts; of more, by the simulation, it may take as long as whole ones
 Requests = Generator[tuple[Any, ...], Any, Any]  # (what, ...): see ``Sharing.do``
 DONE = "done"
 
@@ -53,6 +53,13 @@ def helpers(i: int, count: int, size: int) -> int:
         return 1
     left = count - i // size * size  # in this round and those that follow
     return max(1, size // min(size, left)) if left > 0 else 1
+
+
+def place(i: int, j: int, parts: int, count: int, size: int) -> int:
+    """The rank, modulo ``size``, that part ``j`` of question ``i`` is dealt to. Parts of the last round are dealt
+    backwards: where questions grow along a program, the first ranks have the smaller ones."""
+    whole = count - count % size
+    return i + j if i < whole or parts == 1 else whole + size - 1 - ((i - whole) * parts + j)
 
 
 def divided(key: str, most: int) -> Requests:
@@ -102,7 +109,7 @@ class Sharing:
 
     def __init__(self, group: Any):
         self.rank, self.size, self.store = group.rank(), group.size(), store_of(group)
-        self.dealt: dict[str, int] = {}  # key -> its number among this rank's questions
+        self.dealt = 0  # questions so far: those of the next program begin with the next rank
         self.mine: set[str] = set()
         self.beating: threading.Thread | None = None
 
@@ -156,29 +163,36 @@ def sharing() -> Sharing | None:
     return _sharing[group]
 
 
-def deal(questions: Iterable[Any], count: int, kept: Callable[[Any], Key]) -> Iterator[tuple[Any, list[Any]]]:
-    """Each with the parts that it is measured in, for ``Tuning.together``. ``count``: about how many there are.
+def order(count: int) -> list[int]:
+    """In which order this rank sends ``count`` questions: what is dealt to it first, to be compiled meanwhile."""
+    s = sharing()
+    return sorted(range(count), key=lambda i: s is not None and (s.dealt + i) % s.size != s.rank)
+
+
+def deal(
+    questions: Iterable[tuple[int, Any]], count: int, kept: Callable[[Any], Key]
+) -> Iterator[tuple[Any, list[Any], list[Any]]]:
+    """Each of about ``count`` numbered questions with the parts that it is measured in, and those dealt to this rank.
     ``kept``: a candidate that each part has."""
     s = sharing()
-    for i, q in enumerate(questions):
-        most = 1
-        if s is not None and q.text:
-            most = _done(s, divided(_key(q), helpers(i, count, s.size)), 1)
-        yield q, parts_of(q, most, {q.default, kept(q)}) if most > 1 else [q]
+    for i, q in questions:
+        if s is None or not q.text:
+            yield q, [q], [q]
+            continue
+        most = _done(s, divided(_key(q), helpers(i, count, s.size)), 1)
+        parts = parts_of(q, most, {q.default, kept(q)}) if most > 1 else [q]
+        places = [s.dealt + place(i, j, len(parts), count, s.size) for j in range(len(parts))]
+        yield q, parts, [part for part, at in zip(parts, places) if at % s.size == s.rank]
+    if s is not None:
+        s.dealt += count
 
 
 def claim(q: Any, work: Any) -> bool:
     """Is this rank to measure the question, or the part of one, now? A store that cannot be used is no obstacle: each
     rank measures then."""
     s = sharing()
-    if s is None or not q.text:
+    if s is None or not q.text or (key := _key(q)) in s.mine:
         return True
-    key = _key(q)
-    number = s.dealt.setdefault(key, len(s.dealt))
-    if key in s.mine:
-        return True
-    if number % s.size != s.rank:
-        return False
     found = _done(s, claimed(s.rank, key), None)
     if found:
         s.measuring(key)

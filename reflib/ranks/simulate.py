@@ -14,7 +14,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .share import BEAT, Requests, claimed, divided, helpers, published, settled
+from .share import BEAT, Requests, claimed, divided, helpers, place, published, settled
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ def tuned(me: int, size: int, questions: int, limit: float, parts: int = 1) -> R
     for i in range(questions):
         n = yield from divided(str(i), min(helpers(i, questions, size), parts))
         for part in [(i, j, n) for j in range(n)]:
-            if len(dealt) % size == me and (yield from claimed(me, str(part))):
+            own = place(i, part[1], n, questions, size) % size == me
+            if own and (yield from claimed(me, str(part))):
                 yield "start", *part
                 mine.add(part)
             dealt.append(part)
