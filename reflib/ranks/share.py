@@ -40,7 +40,7 @@ from .meeting import store_of
 FIRST_PAUSE = 0.02  # seconds between two requests of a rank that waits; they grow
 MOST_REQUESTS = 1000  # per second, of all ranks together
 STALE, BEAT = 10.0, 1.0
-FEW = 16  # ranks for which questions are measured in parts; of more, by the simulation, it may take as long as whole ones
+FEW = 16  # ranks for which questions are measured in parts: of more, that may take as long (``simulate``)
 Requests = Generator[tuple[Any, ...], Any, Any]  # (what, ...): see ``Sharing.do``
 DONE = "done"
 
