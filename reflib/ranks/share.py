@@ -46,7 +46,7 @@ DONE = "done"
 
 
 # -- the rules --------------------------------------------------------------------------------------------
-def helpers(i: int, count: int, size: int) -> int:
+def most_parts(i: int, count: int, size: int) -> int:
     """How many of ``size`` ranks can measure the i-th of ``count`` questions, and leave none of its round for later.
     (Of many ranks one: each asks the store for every part, which takes longer than it saves.)"""
     if size > FEW:
@@ -179,7 +179,7 @@ def deal(
         if s is None or not q.text:
             yield q, [q], [q]
             continue
-        most = _done(s, divided(_key(q), helpers(i, count, s.size)), 1)
+        most = _done(s, divided(_key(q), most_parts(i, count, s.size)), 1)
         parts = parts_of(q, most, {q.default, kept(q)}) if most > 1 else [q]
         places = [s.dealt + place(i, j, len(parts), count, s.size) for j in range(len(parts))]
         yield q, parts, [part for part, at in zip(parts, places) if at % s.size == s.rank]

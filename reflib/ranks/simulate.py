@@ -14,7 +14,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .share import BEAT, Requests, claimed, divided, helpers, place, published, settled
+from .share import BEAT, Requests, claimed, divided, most_parts, place, published, settled
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def tuned(me: int, size: int, questions: int, limit: float, parts: int = 1) -> R
     started has its question, its number among the parts and how many there are."""
     dealt, mine = list[tuple[int, int, int]](), set[tuple[int, int, int]]()
     for i in range(questions):
-        n = yield from divided(str(i), min(helpers(i, questions, size), parts))
+        n = yield from divided(str(i), min(most_parts(i, questions, size), parts))
         for part in [(i, j, n) for j in range(n)]:
             own = place(i, part[1], n, questions, size) % size == me
             if own and (yield from claimed(me, str(part))):

@@ -16,7 +16,7 @@ from reflib.autotune.winner import NOISE, pick_winner
 from reflib.ir.decision import Candidate
 from reflib.ir.program import Choice
 from reflib.options import Options
-from reflib.ranks.share import FEW, helpers, place
+from reflib.ranks.share import FEW, most_parts, place
 from reflib.target import parse_target
 
 RNG = random.Random(22)
@@ -102,7 +102,7 @@ def test_a_default_that_fails_in_one_part(questions: list[Question]) -> None:
 def test_no_rank_is_idle_in_the_last_round(size: int) -> None:
     for count in range(20):
         whole, left = divmod(count, size)
-        found = [helpers(i, count, size) for i in range(count + 3)]
+        found = [most_parts(i, count, size) for i in range(count + 3)]
         assert found[:count] == [1] * (whole * size) + [1 if size > FEW else size // left for _ in range(left)]
         assert all(1 <= n <= size for n in found[count:])  # there were more than it was thought
         dealt = [place(i, j, n, count, size) % size for i, n in enumerate(found[:count]) for j in range(n)]
