@@ -31,6 +31,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 FORKS = 64  # that one job may make
+NICE = 5  # of those that compile: the one that times kernels, and the parent, come first
 LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
@@ -52,6 +53,8 @@ def work(parent: Connection, name: str, zygote: int) -> NoReturn:
     """Answer the calls that arrive from ``parent``, one after another, until it ends. ``zygote``: its process id."""
     die_with(zygote)
     set_name(f"reflib {name}")
+    if name.startswith("compile"):
+        os.nice(NICE)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()  # where in Python it was, when C crashes

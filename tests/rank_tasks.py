@@ -394,6 +394,16 @@ def by_product(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
+def way(i: int) -> Any:
+    """A candidate that takes longer than ``by_product``."""
+
+    def candidate(x: torch.Tensor) -> torch.Tensor:
+        return doubled(x) + i * torch.zeros_like(x)
+
+    candidate.__name__ = f"way{i}"
+    return candidate
+
+
 def share(other: bool = False) -> Any:
     """(winner, reason) of two choices, twice. ``other``: the last rank has another device."""
     import reflib
@@ -411,6 +421,23 @@ def share(other: bool = False) -> Any:
         found = reflib.explain(fn, torch.ones(8, 4), torch.ones(16, 4), **options).decisions
         again = reflib.explain(fn, torch.ones(8, 4), torch.ones(16, 4), **options).decisions
     return [[(d.winner, d.reason) for d in ds if "doubled" in d.op] for ds in (found, again)]
+
+
+WAYS = [by_product, *(way(i) for i in range(1, 9))]  # ``doubled``'s other candidates
+
+
+def share_parts(late: float) -> Any:
+    """(winner, reason, rows) of a choice between many. The last rank comes so many seconds late."""
+    import reflib
+
+    os.environ["REFLIB_CACHE_DIR"] = tempfile.mkdtemp()
+    reflib.register_custom_op_autotuning(doubled, WAYS)
+    if rank() == dist.get_world_size() - 1:
+        time.sleep(late)
+    options = {"autotune": "blocking", "cache_decisions": True}
+    found = reflib.explain(lambda x: doubled(x).sum(0), torch.ones(8, 6), **options).decisions
+    (d,) = [d for d in found if "doubled" in d.op]
+    return d.winner, d.reason, [(str(r.key), r.status, r.time_us) for r in d.candidates]
 
 
 def rules(seconds: list[float], fails: int = -1, size: int = 0) -> Any:

@@ -23,7 +23,7 @@ one kernel, which the first takes in) is sent again. What is known already is no
 ``lookup_table`` of the user's, the store of decisions, an imported table, in this order.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ from .known import Elsewhere
 from .matmul import best_tiling, open_template, static_tiling, with_tiling
 from .points import Build, TargetOf, Tuning, Work, begin, outcome_of, release
 from .prologue import cannot_lose
-from .question import Question, dtypes_of, question_of, sizes_of
+from .question import Question, dtypes_of, groups_of, question_of, sizes_of
 from .ranges import Range, inner_of, merged, representatives, say_once
 from .roofline import tensor_cores
 from .store import Outcome, keeps_decisions, store
@@ -214,17 +214,34 @@ def _decide_by_what_is_known(
 # -- by measuring ----------------------------------------------------------------------------------
 def _begin_all(program: Program, work: Work) -> None:
     """Send out every question whose answer is not known, then do something else."""
-    tuning, touched = work.tuning, set()
+    tuning, touched, seen = work.tuning, set(), set()
+    different = _different(program)
+
+    def questions() -> Iterator[tuple[int, Question]]:
+        numbers = tuning.together["order"](len(different)) if tuning.together else range(len(different))
+        names = {n.name for n in different}
+        others = [n for n in program.nodes if isinstance(n, Choice) and n.name not in names]
+        for i, choice in [*((i, different[i]) for i in numbers), *enumerate(others, len(different))]:
+            target = work.target_of(program.buffers[choice.outputs[0]].device)
+            q = question_of(program, choice, target, work.options, work.makers)
+            touched.update({choice.name, *q.region.members})
+            if q.text and q.text not in work.known and q.text not in seen:
+                seen.add(q.text)
+                yield i, q
+
     if tuning.tuner is not None or tuning.store is not None or work.options.lookup_table is not None:
-        for choice in program.nodes:
-            if isinstance(choice, Choice):
-                target = work.target_of(program.buffers[choice.outputs[0]].device)
-                q = question_of(program, choice, target, work.options, work.makers)
-                touched |= {choice.name, *q.region.members}
-                if q.text and q.text not in work.known and q.text not in work.begun:
-                    begin(q, work)
+        begin(questions(), work, len(different))
     if tuning.meanwhile is not None and work.begun:
         tuning.meanwhile(touched)
+
+
+def _different(program: Program) -> list[Choice]:
+    """The choices that one process can measure, as far as they differ in what they compute, or its sizes."""
+    buffers, found = program.buffers, dict[Any, Choice]()
+    for n in program.nodes:
+        if isinstance(n, Choice) and not groups_of(n):
+            found.setdefault((n.op, *(buffers[b].shape for b in n.reads() if b in buffers)), n)
+    return list(found.values())
 
 
 def _decide_by_measuring(program: Program, choice: Choice, target: Target, work: Work) -> tuple[Program, Decision]:
@@ -232,7 +249,7 @@ def _decide_by_measuring(program: Program, choice: Choice, target: Target, work:
     before = work.known.get(q.text) if q.text else None
     if before is None and work.tuning.known_only:
         if q.text:  # a question that an earlier winner changed may be known
-            begin(q, work)
+            begin([(0, q)], work)
             before = work.known.get(q.text)
         if before is None:
             work.tuning.left = True

@@ -34,7 +34,7 @@ from ..logs import get as logger
 from ..options import Options
 from . import known
 from .known import Elsewhere
-from .points import Work, ask_first, outcome_of, release
+from .points import Work, outcome_of, release, send
 from .question import Question, text_of
 from .ranges import Range
 from .roofline import rates
@@ -151,6 +151,7 @@ def decide_launches(
     names = {o.node.name: o for o in offers}
     asked = {n: question_about(program, o, options, measures and n not in skipped) for n, o in names.items()}
     answers: dict[str, Outcome | str] = {}  # or why there is none
+    unknown: dict[str, LaunchQuestion] = {}
     for name, q in asked.items():
         found = _found(q, work, not skipped.get(name))
         if found is not None:
@@ -162,9 +163,10 @@ def decide_launches(
             answers[name] = "it will be, in the background"
         elif not q.text:
             answers[name] = "it cannot be written as data"
-        elif q.text not in work.begun:
-            ask_first(q.of_few(), work)
+        else:
+            unknown.setdefault(q.text, q.of_few())
     try:
+        send(enumerate(unknown.values()), work, len(unknown))
         for name, q in asked.items():
             if name not in answers:
                 answers[name] = _measured(q.of_few(), work)

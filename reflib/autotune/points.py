@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from .known import Elsewhere
 from .lock import device_lock
 from .matmul import problem
 from .measure import measure, request
+from .parts import joined
 from .question import Question
 from .ranges import Range
 from .report import Report, epilogue_verdict
@@ -57,8 +59,10 @@ class Tuning:
     ``together``: for several processes; empty for one. Candidates that communicate are measured by all of them:
     "talks": (Question) -> bool. For those that do, "known": (Question, Outcome or None, Work) -> what all use of what
     is known here; "measure": (Question, Point, Work) -> Result, in place of the tuner's. Others are measured by one for
-    all: "claim": (Question, Work) -> is this one to do it?, "settle": (Question, Work) -> another's Outcome, or None:
-    measure it here; "publish": (Question, Outcome); "release": (Question), which this one was to do and has not.
+    all: "order": (how many) -> the numbers of questions, as they are to be sent; "deal": (numbered Questions, about how
+    many, kept) -> each with the parts it is measured in (``parts``), and those that this one is to do; of each part,
+    "claim": (Question, Work) -> does it do it?, "settle": (Question, Work) -> another's Outcome, or None: measure it
+    here; "publish": (Question, Outcome); "release": (Question), which this one was to do and has not.
     "turn": (Program, kind, Options) -> when a graph that is tuned in the background comes in, or None: at once."""
 
     tuner: Tuner | None = None
@@ -74,8 +78,9 @@ class Tuning:
 class Work:
     """What deciding one program needs everywhere. ``plain``: a program with its choices decided by the static rule;
     ``static``: the key that the static rule chooses. ``known``: outcomes of earlier questions, by their text;
-    ``nested``: winners among registered ops inside of candidates, by choice. ``begun``: points of each range that were
-    sent to be measured. ``owed``: what other processes wait for."""
+    ``nested``: winners among registered ops inside of candidates, by choice. ``parts``: of a question whose answer is
+    not known; by the text of each: ``begun``: points of each range that were sent to be measured here, and ``owed``:
+    what other processes wait for; ``answered``: by this one, before it was needed here."""
 
     options: Options
     target_of: TargetOf
@@ -86,8 +91,10 @@ class Work:
     static: Callable[[Question], Key]
     nested: dict[str, Key] = field(default_factory=dict)
     known: dict[str, Outcome] = field(default_factory=dict)
+    parts: dict[str, list[Question]] = field(default_factory=dict)
     begun: dict[str, list[list[Point]]] = field(default_factory=dict)
     owed: dict[str, Question] = field(default_factory=dict)
+    answered: dict[str, tuple[Outcome, list[Point]]] = field(default_factory=dict)
     elsewhere: dict[Target, Elsewhere] = field(default_factory=dict)
 
 
@@ -108,23 +115,46 @@ class Point:
     row_key: str = ""  # of the store, for rows of an unfinished measurement
 
 
-def begin(q: Question, work: Work) -> None:
-    """Look it up, or send it to be measured."""
-    found = known.find(q, work.options, work.tuning.store) if q.text else None
-    several = work.tuning.together
-    if talks(q, work):
-        found = several["known"](q, found, work)
-    if found is not None:
-        work.known[q.text] = found
-    elif not work.tuning.known_only:
-        ask_first(q, work)
+def begin(questions: Iterable[tuple[int, Question]], work: Work, count: int = 1) -> None:
+    """Look each of about ``count`` numbered ones up, or send it to be measured."""
+
+    def unknown() -> Iterator[tuple[int, Question]]:
+        for i, q in questions:
+            found = known.find(q, work.options, work.tuning.store) if q.text else None
+            if talks(q, work):
+                found = work.tuning.together["known"](q, found, work)
+            if found is not None:
+                work.known[q.text] = found
+            elif not work.tuning.known_only:
+                yield i, q
+
+    send(unknown(), work, count)
 
 
-def ask_first(q: Question, work: Work) -> None:
-    """Send it to be measured, unless another process is to do it."""
-    several = work.tuning.together
-    if not several or talks(q, work) or several["claim"](q, work):
-        ask(q, work)
+def send(questions: Iterable[tuple[int, Question]], work: Work, count: int) -> None:
+    """Send each of about ``count`` to be measured, or those parts of it that this process is to do."""
+    together = work.tuning.together
+
+    def alone() -> Iterator[tuple[int, Question]]:
+        for i, q in questions:
+            if talks(q, work):
+                work.parts[q.text] = [q]
+                ask(q, work)
+            else:
+                yield i, q
+
+    kept = partial(_default, work=work)
+    for q, parts, own in together["deal"](alone(), count, kept) if together else ((q, [q], [q]) for _, q in questions):
+        work.parts[q.text] = parts
+        for part in own:
+            if not together or together["claim"](part, work):
+                ask(part, work)
+
+
+def _default(q: Question, work: Work) -> Key:
+    """The candidate that others must beat: in the background what runs now, if it is one of them."""
+    static = work.static(q) if work.tuning.background else q.default
+    return static if static in q.candidates else q.default
 
 
 def talks(q: Question, work: Work) -> bool:
@@ -141,31 +171,42 @@ def ask(q: Question, work: Work) -> None:
 
 def outcome_of(q: Question, work: Work) -> Outcome:
     """The winner of every range; here ``autotune`` waits for workers."""
-    several = work.tuning.together
-    if q.text not in work.begun:  # a question that an earlier winner changed, or that has no text
-        begin(q, work)
+    if q.text not in work.parts:  # a question that an earlier winner changed, or that has no text
+        begin([(0, q)], work)
         if q.text in work.known:
             return work.known[q.text]
-    if q.text not in work.begun:  # (there are several)
-        if (theirs := several["settle"](q, work)) is not None:
-            return theirs
-        ask(q, work)
     start = time.perf_counter()
+    found = [_outcome_of(part, work) for part in work.parts.pop(q.text)]
+    outcomes, here = [outcome for outcome, _ in found], [point for _, points in found for point in points]
+    outcome = outcomes[0] if len(outcomes) == 1 else joined(q, outcomes, _default(q, work))
+    store = work.tuning.store
+    if q.text and store is not None and all(p.complete for p in here) and any(r.time_us for r in outcome.rows):
+        known.keep(q, outcome, time.perf_counter() - start, store)
+        for point in here:
+            store.drop_rows(point.row_key)
+    return outcome
+
+
+def _outcome_of(q: Question, work: Work) -> tuple[Outcome, list[Point]]:
+    """Of a question or a part of one; and the points that were measured here."""
+    several = work.tuning.together
+    if q.text in work.answered:
+        return work.answered.pop(q.text)
+    if q.text not in work.begun:  # (there are several)
+        for own in list(work.owed.values()):  # before this process waits, what others wait for
+            work.answered[own.text] = _outcome_of(own, work)
+        if (theirs := several["settle"](q, work)) is not None:
+            return theirs, []
+        ask(q, work)
     asked = work.begun.pop(q.text)
     found = [measure_range(q, r, points, work) for r, points in zip(q.ranges, asked)]
     reasons = [f"{r.label}: {reason}" if r.label else reason for r, (_, _, reason) in zip(q.ranges, found)]
     rows = tuple(row for _, more, _ in found for row in more)
     outcome = Outcome(tuple(winner for winner, _, _ in found), rows, "; ".join(reasons))
-    every = [point for points in asked for point in points]
-    store = work.tuning.store
-    if q.text and store is not None and all(p.complete for p in every) and any(r.time_us for r in rows):
-        known.keep(q, outcome, time.perf_counter() - start, store)
-        for point in every:
-            store.drop_rows(point.row_key)
     if several:
         several["publish"](q, outcome)
         work.owed.pop(q.text, None)
-    return outcome
+    return outcome, [point for points in asked for point in points]
 
 
 def release(work: Work) -> None:
@@ -201,9 +242,7 @@ def _ask(q: Question, sizes: dict[str, int], work: Work) -> Point:
     valid = {k: q.candidates[k] for k, facts in of_sizes.items() if all(holds(g, values) for g in facts)}
     left_out = tuple(Candidate(key, "guard", why="what it assumes of the sizes does not hold here")
                      for key in q.candidates if key not in valid)  # fmt: skip
-    default = q.default
-    if tuning.background and (static := work.static(q)) in valid:  # what runs now, and is to be beaten
-        default = static
+    default = key if (key := _default(q, work)) in valid else q.default
     programs = {
         str(key): with_hints(work.plain(splice(q.region.program, choice, a)), sizes) for key, a in valid.items()
     }
@@ -243,8 +282,8 @@ def _send(q: Question, sizes: dict[str, int], point: Point, tuner: Tuner, work: 
 
 def _pruning(q: Question, target: Target) -> Prune | None:
     """Which candidates need not be measured, by the compiler's report of their kernels. A candidate with its epilogue
-    apart is compiled only where the kernel with it spills, or registers limit how many of its blocks run at once: it
-    needs as much shared memory either way."""
+    apart is compiled only where the kernel with it spills, or registers alone limit how many of its blocks run at once:
+    it needs as much shared memory either way."""
     if not target.is_gpu:
         return None
     tiled = {key: t for key, a in q.candidates.items() for t in a.nodes if isinstance(t, Template) and t.tiling}
@@ -269,7 +308,7 @@ def _epilogue_pruned(key: Key, t: Template, known: Mapping[Key, list[Report] | N
     fused = known.get(whole)
     if not fused:  # not compiled yet; or it cannot be, or has no kernel
         return "" if whole in known else None
-    if not mine and (fused[0].spills or "registers" in fused[0].limit):
+    if not mine and (fused[0].spills or fused[0].limit == "registers"):
         return ""  # compile it, and compare
     saved = 2 * t.dtype.itemsize * math.prod(problem(t).sizes[:3])
     verdict, reason = epilogue_verdict(fused[0], mine[0] if mine else fused[0], saved)

@@ -1,8 +1,13 @@
 """Choices that many ranks have to decide are measured once: by one rank each, for all that have equal devices.
 
-The default process group's store holds, per question (``Question.store_key``: the subprogram, its candidates, the model
-of the device, versions), a **claim** and, once it is decided, the outcome. The i-th question of a program is dealt to
-rank i modulo their number, which claims it at once and has it measured. When a rank needs an answer
+Questions are dealt in rounds of as many as there are ranks, one to each. Those of the last round, if they are fewer,
+are measured in **parts** (``autotune.parts``), so that no rank is idle: each by several ranks, which have some of its
+candidates each, and its default. In how many, the first rank that comes to a question says: others may know more, and
+have fewer questions left.
+
+The default process group's store holds, per question or part (``Question.store_key``: the subprogram, its candidates,
+the model of the device, versions), a **claim** and, once it is decided, the outcome. A rank claims what is dealt to it
+at once and has it measured. When a rank needs an answer
 
 * it is there: it is taken, and kept in this rank's own table of decisions;
 * no rank has claimed it (another program, other devices, a rank that is late): this rank claims it and measures;
@@ -21,24 +26,47 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..autotune.known import keep
+from ..autotune.parts import parts_of
 from ..autotune.store import Outcome
+from ..ir.decision import Key
 from ..logs import get as logger
 from .meeting import store_of
 
 FIRST_PAUSE = 0.02  # seconds between two requests of a rank that waits; they grow
 MOST_REQUESTS = 1000  # per second, of all ranks together
 STALE, BEAT = 10.0, 1.0
+FEW = 16  # ranks for which questions are measured in parts: of more, that may take as long (``simulate``)
 Requests = Generator[tuple[Any, ...], Any, Any]  # (what, ...): see ``Sharing.do``
 DONE = "done"
 
 
 # -- the rules --------------------------------------------------------------------------------------------
+def most_parts(i: int, count: int, size: int) -> int:
+    """How many of ``size`` ranks can measure the i-th of ``count`` questions, and leave none of its round for later.
+    (Of many ranks one: each asks the store for every part, which takes longer than it saves.)"""
+    if size > FEW:
+        return 1
+    left = count - i // size * size  # in this round and those that follow
+    return max(1, size // min(size, left)) if left > 0 else 1
+
+
+def place(i: int, j: int, parts: int, count: int, size: int) -> int:
+    """The rank, modulo ``size``, that part ``j`` of question ``i`` is dealt to. Parts of the last round are dealt
+    backwards: where questions grow along a program, the first ranks have the smaller ones."""
+    whole = count - count % size
+    return i + j if i < whole or parts == 1 else whole + size - 1 - ((i - whole) * parts + j)
+
+
+def divided(key: str, most: int) -> Requests:
+    """In how many parts is it measured? As the first rank says."""
+    return int((yield "compare_set", f"{key}/parts", "", str(most)))
+
+
 def claimed(me: int, key: str) -> Requests:
     """Did this rank claim it now?"""
     return (yield "compare_set", f"{key}/claim", "", str(me)) == str(me)
@@ -81,7 +109,7 @@ class Sharing:
 
     def __init__(self, group: Any):
         self.rank, self.size, self.store = group.rank(), group.size(), store_of(group)
-        self.dealt: dict[str, int] = {}  # key -> its number among this rank's questions
+        self.dealt = 0  # questions so far: those of the next program begin with the next rank
         self.mine: set[str] = set()
         self.beating: threading.Thread | None = None
 
@@ -135,39 +163,52 @@ def sharing() -> Sharing | None:
     return _sharing[group]
 
 
-def claim(q: Any, work: Any) -> bool:
-    """Is this rank to measure the question now? A part of ``Tuning.together``, as are the next three. A store that
-    cannot be used is no obstacle: each rank measures then."""
+def order(count: int) -> list[int]:
+    """In which order this rank sends ``count`` questions: what is dealt to it first, to be compiled meanwhile."""
     s = sharing()
-    if s is None or not q.text:
+    return sorted(range(count), key=lambda i: s is not None and (s.dealt + i) % s.size != s.rank)
+
+
+def deal(
+    questions: Iterable[tuple[int, Any]], count: int, kept: Callable[[Any], Key]
+) -> Iterator[tuple[Any, list[Any], list[Any]]]:
+    """Each of about ``count`` numbered questions with the parts that it is measured in, and those dealt to this rank.
+    ``kept``: a candidate that each part has."""
+    s = sharing()
+    for i, q in questions:
+        if s is None or not q.text:
+            yield q, [q], [q]
+            continue
+        most = _done(s, divided(_key(q), most_parts(i, count, s.size)), 1)
+        parts = parts_of(q, most, {q.default, kept(q)}) if most > 1 else [q]
+        places = [s.dealt + place(i, j, len(parts), count, s.size) for j in range(len(parts))]
+        yield q, parts, [part for part, at in zip(parts, places) if at % s.size == s.rank]
+    if s is not None:
+        s.dealt += count
+
+
+def claim(q: Any, work: Any) -> bool:
+    """Is this rank to measure the question, or the part of one, now? A store that cannot be used is no obstacle: each
+    rank measures then."""
+    s = sharing()
+    if s is None or not q.text or (key := _key(q)) in s.mine:
         return True
-    key = _key(q)
-    number = s.dealt.setdefault(key, len(s.dealt))
-    if key in s.mine:
-        return True
-    try:
-        if number % s.size != s.rank or not s.run(claimed(s.rank, key)):
-            return False
-    except RuntimeError as e:
-        logger("tuning").warning("decisions are not shared between ranks: %s", e)
-        return True
-    s.measuring(key)
-    return True
+    found = _done(s, claimed(s.rank, key), None)
+    if found:
+        s.measuring(key)
+    return found is not False
 
 
 def settle(q: Any, work: Any) -> Outcome | None:
     """Another rank's outcome, waited for; None: measure it here."""
-    s, start = sharing(), time.perf_counter()
+    s = sharing()
     if s is None or not q.text:
         return None
     key = _key(q)
     try:
         found = s.run(settled(s.rank, s.size, key, work.options.tuning_seconds))
         if found is not None:
-            outcome = Outcome.from_data(json.loads(found))
-            if work.tuning.store is not None and any(r.time_us for r in outcome.rows):
-                keep(q, outcome, time.perf_counter() - start, work.tuning.store)
-            return outcome
+            return Outcome.from_data(json.loads(found))
     except (RuntimeError, ValueError, KeyError, TypeError) as e:
         logger("tuning").warning("decisions are not shared between ranks: %s", e)
         return None
@@ -180,11 +221,8 @@ def publish(q: Any, outcome: Outcome) -> None:
     s = sharing()
     if s is None or (key := _key(q)) not in s.mine:
         return
-    try:
-        reason = f"{outcome.reason}; measured by rank {s.rank} for all"
-        s.run(published(key, json.dumps(asdict(Outcome(outcome.winners, outcome.rows, reason)))))
-    except RuntimeError as e:
-        logger("tuning").warning("decisions are not shared between ranks: %s", e)
+    reason = f"{outcome.reason}; measured by rank {s.rank} for all"
+    _done(s, published(key, json.dumps(asdict(Outcome(outcome.winners, outcome.rows, reason)))), None)
     s.mine.discard(key)
 
 
@@ -194,10 +232,16 @@ def release(q: Any) -> None:
     if s is None or (key := _key(q)) not in s.mine:
         return
     s.mine.discard(key)
+    _done(s, released(s.rank, key), None)
+
+
+def _done(s: Sharing, requests: Requests, otherwise: Any) -> Any:
+    """What ``requests`` return; ``otherwise`` where the store cannot be used."""
     try:
-        s.run(released(s.rank, key))
-    except RuntimeError as e:
+        return s.run(requests)
+    except (RuntimeError, ValueError) as e:
         logger("tuning").warning("decisions are not shared between ranks: %s", e)
+        return otherwise
 
 
 def _key(q: Any) -> str:

@@ -14,16 +14,19 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .share import BEAT, Requests, claimed, published, settled
+from .share import BEAT, Requests, claimed, divided, most_parts, place, published, settled
 
 
 @dataclass(frozen=True)
 class World:
-    """``late``: ranks begin uniformly within so many seconds. A share ``stragglers`` of them takes ``slower`` times as
+    """``parts``: in which a question may be measured; each takes the share ``common`` of its seconds, and a part of the
+    rest. ``late``: ranks begin uniformly within so many seconds. A share ``stragglers`` takes ``slower`` times as
     long; a share ``failures`` ends at a moment drawn from the first ``fail_within`` seconds."""
 
     ranks: int
     seconds: Sequence[float]  # per question
+    parts: int = 1
+    common: float = 0.4
     late: float = 0.0
     stragglers: float = 0.0
     slower: float = 3.0
@@ -38,7 +41,7 @@ class World:
 @dataclass
 class Found:
     """``seconds``: until the last rank has all outcomes. ``requests``: to the store, which was ``busy`` for so many
-    seconds. ``measured``: how often any question was measured. ``ended``: ranks that failed."""
+    seconds. ``measured``: how often any question, or a part of one, was measured. ``ended``: ranks that failed."""
 
     seconds: float = 0.0
     requests: int = 0
@@ -47,20 +50,25 @@ class Found:
     ended: int = 0
 
 
-def tuned(me: int, size: int, questions: int, limit: float) -> Requests:
-    """What one rank does: claim those dealt to it, which then are measured meanwhile; then need each in order."""
-    mine = set()
-    for i in range(me, questions, size):
-        if (yield from claimed(me, str(i))):
-            yield "start", i
-            mine.add(i)
+def tuned(me: int, size: int, questions: int, limit: float, parts: int = 1) -> Requests:
+    """What one rank does: claim those dealt to it, which then are measured meanwhile; then need each in order. What is
+    started has its question, its number among the parts and how many there are."""
+    dealt, mine = list[tuple[int, int, int]](), set[tuple[int, int, int]]()
     for i in range(questions):
-        if i not in mine:
-            if (yield from settled(me, size, str(i), limit)) is not None:
+        n = yield from divided(str(i), min(most_parts(i, questions, size), parts))
+        for part in [(i, j, n) for j in range(n)]:
+            own = place(i, part[1], n, questions, size) % size == me
+            if own and (yield from claimed(me, str(part))):
+                yield "start", *part
+                mine.add(part)
+            dealt.append(part)
+    for part in dealt:
+        if part not in mine:
+            if (yield from settled(me, size, str(part), limit)) is not None:
                 continue
-            yield "start", i
-        yield "finish", i
-        yield from published(str(i), f"outcome {i}")
+            yield "start", *part
+        yield "finish", *part
+        yield from published(str(part), f"outcome {part}")
 
 
 @dataclass
@@ -70,14 +78,14 @@ class _Rank:
     factor: float = 1.0
     dies: float = float("inf")
     free: float = 0.0  # when its device is
-    finished: dict[int, float] = field(default_factory=dict)
+    finished: dict[tuple[int, ...], float] = field(default_factory=dict)
 
 
 def simulate(world: World) -> Found:
     rng = random.Random(world.seed)
     ranks = []
     for i in range(world.ranks):
-        rank = _Rank(tuned(i, world.ranks, len(world.seconds), world.limit), rng.uniform(0, world.late))
+        rank = _Rank(tuned(i, world.ranks, len(world.seconds), world.limit, world.parts), rng.uniform(0, world.late))
         rank.factor = world.slower if rng.random() < world.stragglers else 1.0
         rank.dies = rng.uniform(0, world.fail_within) if rng.random() < world.failures else rank.dies
         ranks.append(rank)
@@ -115,9 +123,11 @@ def simulate(world: World) -> Found:
 def _alone(world: World, rank: _Rank, now: float, what: str, args: Sequence[Any]) -> tuple[float, Any]:
     """What a rank does without the store: (when it goes on, with what)."""
     if what == "start":
-        rank.free = rank.finished[args[0]] = max(now, rank.free) + world.seconds[args[0]] * rank.factor
+        i, _, n = args
+        share = world.common + (1 - world.common) / n
+        rank.free = rank.finished[tuple(args)] = max(now, rank.free) + world.seconds[i] * share * rank.factor
     if what == "finish":
-        return max(now, rank.finished[args[0]]), now
+        return max(now, rank.finished[tuple(args)]), now
     return now + args[0] if what == "sleep" else now, now
 
 

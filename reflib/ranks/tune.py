@@ -37,7 +37,7 @@ from ..ir.decision import Candidate
 from ..ir.program import Choice
 from ..logs import get as logger
 from .meeting import Meeting, RanksError, store_of
-from .share import claim, publish, release, settle
+from .share import claim, deal, order, publish, release, settle
 from .swap import turn
 
 WORST = ("crashed", "hung", "error", "wrong", "skipped", "ok")  # of several ranks' words on one candidate
@@ -228,6 +228,6 @@ def _default(q: Any, why: str) -> Outcome:
 
 # What ``autotune.points.Tuning.together`` is.
 TOGETHER = {
-    "talks": talks, "known": known_to_all, "measure": measured_by_all, "claim": claim, "settle": settle,
-    "publish": publish, "release": release, "turn": turn,
+    "talks": talks, "known": known_to_all, "measure": measured_by_all, "order": order, "deal": deal,
+    "claim": claim, "settle": settle, "publish": publish, "release": release, "turn": turn,
 }  # fmt: skip

@@ -221,6 +221,17 @@ def test_a_choice_is_measured_by_one_rank(two: Ranks) -> None:
         assert sum(f"measured by rank {1 - rank} for all" in reason for rank, reason in enumerate(told)) == 1, told
 
 
+@pytest.mark.parametrize("late", [0.0, pytest.param(3.0, marks=pytest.mark.slow)])
+def test_a_choice_between_many_is_measured_in_parts(two: Ranks, late: float) -> None:
+    results = two.run(tasks.share_parts, late, limit=200.0)
+    assert not any(isinstance(r, Failed) for r in results), results
+    assert results[0] == results[1]  # one decision, of the same rows
+    for winner, reason, rows in results:
+        assert winner == "by_product" and "; measured in 2 parts" in reason, reason
+        assert [name for name, *_ in rows] == ["eager", "by_product", *(f"way{i}" for i in range(1, 9))]
+        assert all(status == "ok" and us for _, status, us in rows), rows
+
+
 def test_a_rank_with_another_device_measures_for_itself(four: Ranks) -> None:
     results = four.run(tasks.share, True, limit=200.0)
     assert not any(isinstance(r, Failed) for r in results), results
@@ -253,6 +264,10 @@ def test_a_thousand_simulated_ranks() -> None:
     recorded = [2.1, 3.4, 1.8, 4.2, 2.7, 3.0]  # seconds for six products, on an H200
     alone, few, many = (simulate(World(n, recorded)) for n in (1, 8, 1000))
     assert alone.seconds > 17 and few.seconds < 4.4 and many.seconds < 1.2 * few.seconds and many.measured == 6
+    for n in (4, 12, 16):  # in parts, so that no rank is idle
+        whole, parts = (simulate(World(n, [0.85] * 6, parts=most)).seconds for most in (1, 4))
+        assert parts < 0.92 * whole
+    assert simulate(World(1000, recorded, parts=4)).measured == 6  # of so many ranks, none
     hard = {"late": 2.0, "stragglers": 0.05, "failures": 0.02}
     few, many = (simulate(World(n, recorded, **hard)) for n in (8, 1000))
     assert many.seconds < 2 * few.seconds and many.ended > 5

@@ -12,6 +12,8 @@ from test_matmul_choice import H200, HALF, OFF, product
 import reflib
 from reflib.autotune.decide import with_tiling
 from reflib.autotune.matmul import apart, template_variants
+from reflib.autotune.points import _pruning
+from reflib.autotune.question import question_of
 from reflib.autotune.report import Report, epilogue_verdict, occupancy, report
 from reflib.autotune.subprogram import splice
 from reflib.fuse import fuse
@@ -24,6 +26,7 @@ from reflib.ir.decision import key_of
 from reflib.ir.expr import expr
 from reflib.ir.program import Choice, Program, Template, Tiling, Variant, fallback_kernels
 from reflib.ir.verify import verify
+from reflib.options import Options
 from reflib.schedule import schedule
 from reflib.target import Target, parse_target
 
@@ -219,6 +222,32 @@ def test_a_product_with_its_epilogue_apart() -> None:
     verdict, why = epilogue_verdict(fused, plain, 2 * 256 * 512 * HALF.itemsize)
     assert fused.stack is not None and plain.stack is not None and fused.blocks and plain.blocks
     assert (verdict == "fuse") == (fused.stack <= plain.stack and fused.blocks >= plain.blocks), why
+
+
+@pytest.mark.parametrize("limit", ["registers", "shared memory", "registers and shared memory"])
+def test_apart_is_compiled_where_registers_alone_limit(limit: str) -> None:
+    """Else the product alone, which needs as much shared memory, cannot run in more blocks at once."""
+    program, choice, _ = ways(Tiling("tiled", 64, 128, 64, 4, 3))
+    q = question_of(program, choice, H200, Options.make({"autotune": "blocking"}), {})
+    prune = _pruning(q, H200)
+    assert prune is not None
+    found = [key for key in q.candidates if key.apart]
+    for key in found:
+        name, whole = str(key), str(replace(key, apart=False))
+        assert prune(name, {}) is None  # not known yet
+        fused = replace(made(200), limit=limit, blocks=1)
+        why = prune(name, {whole: [fused]})
+        assert why == "" if limit == "registers" else why and "fused unmeasured" in why
+        assert prune(name, {whole: [replace(fused, stack=400)]}) == ""  # it spills
+    assert found
+
+
+@pytest.mark.parametrize("tiling", [Tiling("tiled", 128, 256, 64, 8, 4), Tiling("tiled", 128, 128, 64, 4, 3)], ids=str)
+def test_apart_would_not_run_in_more_blocks_where_shared_memory_limits(tiling: Tiling) -> None:
+    program, choice, a = ways(tiling)
+    fused, plain = (of(next(iter(binaries(program, choice, x).values()))) for x in (a, apart(a)))
+    assert "shared memory" in fused.limit and plain.blocks == fused.blocks
+    assert epilogue_verdict(fused, plain, 1000)[0] == "fuse"
 
 
 def test_a_closed_product_takes_in_nothing_and_computes_the_same() -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import pickle
+import random
 import re
 import subprocess
 import sys
@@ -50,6 +51,7 @@ REPRESENTATIVE = [
     "add_broadcast", "half_to_half", "bool_out", "transpose", "gather", "pad", "several", "one_number", "softmax",
     "layer_norm_bf16", "softmax_looped", "layer_norm_dynamic", "layer_norm_dynamic_fallback",
 ]  # fmt: skip
+RNG_NAMES = random.Random(22).sample(sorted(kernel_cases()), 6)
 
 
 def all_ops(dtype: torch.dtype, names: list[str]) -> Case:
@@ -234,7 +236,7 @@ def test_warm_start_does_not_import_triton() -> None:
 def test_damaged_entries_are_rebuilt() -> None:
     kernel, target = several(100, 800).kernel("damaged"), parse_target("sm_80")
     first = compile_kernel(kernel, target)
-    path = cache.get("triton", compile_triton._key(kernel, target))
+    path = cache.get("triton", compile_triton._key(compile_triton._nameless(kernel), target))
     assert path is not None
     path.write_bytes(b"not a binary")
     assert compile_kernel(kernel, target) == first
@@ -441,3 +443,23 @@ def test_what_makes_other_machine_code_is_not_alike() -> None:
     swapped = tuple(reversed(kernel.buffers))  # the pointers change places, and the text does not
     others.append(replace(kernel, buffers=swapped))
     assert all(alike([kernel, k])[k] is k for k in others)
+
+
+@pytest.mark.parametrize("name", RNG_NAMES)
+def test_a_kernel_under_another_name_is_assembled_alone(
+    name: str, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """... from the first one's PTX: to what the whole compiler makes of it, byte for byte."""
+    target = parse_target("sm_90")
+    first = kernel_cases()[name]().kernel("mov", "sm_90")  # (as an instruction is)
+    own = re.sub(r"^(def )mov\b", r"\1k17_mov", first.source, flags=re.M)
+    second = replace(first, name="k17_mov", source=own)
+    whole = compile_triton._compile(second, target, compile_triton._key(second, target))
+    asked: list[str] = []
+    kept = compile_triton._compile
+    monkeypatch.setattr(compile_triton, "_compile", lambda k, *rest: (asked.append(k.name), kept(k, *rest))[1])
+    binaries = [compile_kernel(k, target) for k in (first, second, first, second)]
+    assert asked == ([first.name, second.name] if "device_assert" in first.source else [first.name])
+    assert binaries[0] == binaries[2] and binaries[0].entry == first.name and binaries[1] == binaries[3]
+    assert binaries[1].ptx.split() == whole.ptx.split()
+    assert replace(binaries[1], ptx=whole.ptx) == whole
