@@ -91,9 +91,6 @@ def _options(given: Mapping[str, Any]) -> Options:
         raise OptionError('aot_compile: wrapper="python": a package\'s wrapper is C++; leave it out')
     if options.autotune == "background":
         raise OptionError('aot_compile: autotune="background" goes on after a first call; "blocking" measures now')
-    if options.cuda_graphs:
-        what = "records calls of the process that makes them: record those of the loaded model (torch.cuda.graph)"
-        raise OptionError(f"aot_compile: cuda_graphs=True {what}")
     return options.but(wrapper="cpp")
 
 

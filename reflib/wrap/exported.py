@@ -26,7 +26,8 @@ class ExportedCallable:
     gradients and autocast, as it was compiled.
 
     ``weights``: the tensors that the convention names. ``call`` may be a ``wrap.Wrapped``, loaded at the first call.
-    ``names``: of the positional arguments, for ``inspect.signature``."""
+    ``names``: of the positional arguments, for ``inspect.signature``. ``recorded``: a ``cuda_graphs.Recorded`` of the
+    loaded ``call``: the fast path then replays; the slow path makes recordings."""
 
     # A slot: Python calls its value with no function in between.
     __slots__ = ("__call__", "__dict__", "__weakref__")
@@ -34,10 +35,11 @@ class ExportedCallable:
 
     def __init__(
         self, convention: Convention, weights: Mapping[str, Any], call: Callable[[list], Any],
-        names: Sequence[str] = (),
+        names: Sequence[str] = (), recorded: Any = None,
     ):  # fmt: skip
         self.convention, self._weights = convention, weights
         self._call: Any = call
+        self._recorded = recorded
         self._state = [weights[name] if name else None for name in convention.inputs]
         self._given = [i for i, name in enumerate(convention.inputs) if not name]
         self._at = {a.name: i for i, a in enumerate(convention.arguments)}
@@ -67,6 +69,7 @@ class ExportedCallable:
         after = self._given == list(range(len(c.inputs) - len(self._given), len(c.inputs)))  # the weights
         if after and getattr(self._call, "checks_inputs", False) and host.has_entries():
             now = self._fast(self._call.load())
+            self._call = self._recorded or self._call
         self.__call__ = now
         return now
 
@@ -77,13 +80,15 @@ class ExportedCallable:
         kinds = "".join(map(_kind, c.arguments)).encode()
         positional = c.in_spec == pytree.tree_structure((tuple(kinds), {})) and b"-" not in kinds
         returned = all(o.kind == "result" for o in c.outputs)
-        if positional and returned and not c.written:
+        if positional and returned and not c.written and self._recorded is None:
             if c.out_spec.is_leaf():
                 return entry(graph, head, kinds, True, self._slow)
             if c.out_spec == pytree.tree_structure(tuple(c.outputs)):
                 return entry(graph, head, kinds, False, self._slow)
         names: dict[str, Any] = {"apart": self._apart, "slow": self._slow, "refused": _refused}
         names["run"] = entry(graph, head, kinds, False, lambda *args: _refused)
+        if self._recorded is not None:
+            names["run"] = _replaying(self._recorded, head, names["run"])
         names |= {"may_write": self._may_write, "written": torch.autograd.graph.increment_version}
         exec(compile(self._printed(names), "<reflib call>", "exec"), names)
         return names["call"]
@@ -199,6 +204,22 @@ def _limits(s: Source, least: int | None, most: int | None) -> str:
 
 
 _refused = object()  # returned by a call that must take the slow path
+
+
+def _replaying(recorded: Any, head: list[Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``plain``, but what was recorded is replayed. Where nothing fits, the slow path checks the arguments, so that only
+    a good call is recorded."""
+
+    def run(*args: Any) -> Any:
+        inputs = [*head, *args]
+        outputs = recorded.quick(inputs)
+        if outputs is None:
+            outputs = recorded.again(inputs)
+        if outputs is None:
+            return plain(*args) if recorded.settled else _refused
+        return outputs
+
+    return run
 
 
 def _kind(a: Argument) -> str:
