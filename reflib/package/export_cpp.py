@@ -144,7 +144,7 @@ class _Project:
     def files(self) -> dict[str, bytes | memoryview]:
         tensors = "tensors_torch.cpp" if self.aten else "tensors.cpp"
         out: dict[str, bytes | memoryview] = {}
-        for name in ("model.h", "runtime.h", "model.cpp", "values.cpp", "gpu.cpp", "main.cpp"):
+        for name in ("model.h", "runtime.h", "model.cpp", "values.cpp", "gpu.cpp", "graphs.cpp", "main.cpp"):
             out[name] = (RUNTIME / name).read_bytes()
         looked_up = "".join(f'\n    {{"{n}", {_flag(where == "cpu")}}},' for n, where in host.FUNCTIONS)
         out[tensors] = _filled(tensors, {"FUNCTIONS": looked_up}).encode()
@@ -324,8 +324,12 @@ class _Tables:
             f"{_list(map(_object, variant.objects))},  // results that are the same in every call",
             f"{_list(self.weight_rows[n, d == 'cuda'] for n, d in variant.constants)},  // constants",
             f"{_list(map(_text, variant.cpu))},  // features that the processor must have",
+            f"{_flag(self._recorded(variant))},  // calls are recorded",
         ]  # fmt: skip
         return "{" + "\n".join(map(_indented, fields)).lstrip() + "\n}"
+
+    def _recorded(self, variant: PackagedVariant) -> bool:
+        return bool(self.m.options.get("cuda_graphs")) and not variant.unrecorded and variant.arch != "cpu"
 
     def _kernel(self, name: str, k: manifest.KernelEntry | None) -> str:
         if k is None:  # for an empty tensor

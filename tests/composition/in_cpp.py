@@ -27,7 +27,7 @@ from tests.composition.packaged import Packaged, called
 from tests.exported_cpp import CTensor, CValue, command
 
 TORCH = Path(torch.__file__).parent / "lib"
-SAME = ("model", "values", "gpu", "tensors", "tensors_torch")  # in all projects
+SAME = ("model", "values", "gpu", "graphs", "tensors", "tensors_torch")  # in all projects
 HEADERS = ("model.h", "runtime.h", "host.h", "wrapper.h", "cuda_driver.h")
 NONE, TENSOR, INT, FLOAT = range(4)
 

@@ -2,6 +2,8 @@
 // driver, tensors.cpp the memory that a wrapper works on, values.cpp the caller's tensors, model.cpp the rest.
 // The wrapper (wrapper*.cpp, printed by reflib) includes host.h only.
 #pragma once
+#include <atomic>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -64,6 +66,7 @@ struct Variant {
   std::vector<reflib_value> objects;  // constant results
   std::vector<int> constants;         // weights bound to it
   std::vector<const char *> cpu;      // features that the processor must have
+  bool recorded;                      // calls are recorded and replayed (graphs.cpp)
 };
 
 struct Span {  // of the weights' file: one storage, which tensors share
@@ -126,7 +129,12 @@ class Gpu {
   void copy(void *to, const void *from, size_t bytes, void *stream);  // any direction
   void zero(void *memory, size_t bytes, void *stream);
   void wait(void *stream);
-  bool captures(void *stream);
+  uint64_t captures(void *stream);  // which capture into a CUDA graph; 0: none
+  bool can_capture() const;
+  void *begin_capture();            // a stream, whose work is captured
+  void *end_capture(void *stream);  // the graph, to be replayed; null: the capture failed
+  void replay(void *graph, void *stream);
+  void forget(void *graph);
 
   void load(Kernel &kernel, const KernelRow &row);
   void unload(Kernel &kernel);
@@ -141,10 +149,15 @@ class Gpu {
   };
 
  private:
+  void *allocate_captured(size_t bytes, uint64_t capture);
   void *context = nullptr;
+  void *lane = nullptr;   // a stream to capture on
   bool has_pool = false;  // the driver caches freed memory; else:
   std::mutex lock;
   std::multimap<std::pair<size_t, void *>, void *> kept;  // by size and stream
+  std::map<void *, uint64_t> captured;                    // memory of captured calls, with the capture
+  std::multimap<std::pair<uint64_t, size_t>, void *> spare;  // of those, what was given back: by capture and size
+  std::atomic<bool> has_captured{false};
 };
 
 // -- values.cpp --------------------------------------------------------------------------------------------------
@@ -166,12 +179,39 @@ const Torch &torch();
 // A tensor over memory that it does not own. The caller deletes it.
 Handle in_memory(void *data, int32_t dtype, const std::shared_ptr<Gpu> &gpu, const std::vector<int64_t> &sizes,
                  const std::vector<int64_t> &strides);
+// How many tensors are in its storage; 0: the storage is somebody else's; -1: not known.
+long uses(Handle h);
 // While it lives, this thread allocates on the GPU (null: on the CPU), in the order of the stream.
 struct Scope {
   Scope(const std::shared_ptr<Gpu> &gpu, void *stream);
   ~Scope();
   Gpu::Current current;
   void *state;
+};
+
+// -- graphs.cpp --------------------------------------------------------------------------------------------------
+class Recordings {
+ public:
+  typedef std::vector<int64_t> Call;                          // all that one must have in common with another
+  typedef std::function<int32_t(void *, Value *)> Wrapper;    // of a stream and the outputs
+  explicit Recordings(const std::shared_ptr<Gpu> &gpu) : gpu(gpu) {}
+  ~Recordings();
+  // Does the call by a recording, maybe a new one; false: there is none, and nothing has happened.
+  bool run(void *stream, const Call &call, const Wrapper &wrapper, std::vector<Value> &out);
+
+ private:
+  struct Recording {
+    void *graph = nullptr;
+    std::vector<Value> outputs;
+    std::vector<long> uses;  // of an output's storage, when nobody else has it
+  };
+  bool replay(const Recording &r, void *stream, std::vector<Value> &out);
+  void forget(Recording &r);
+  std::shared_ptr<Gpu> gpu;
+  std::mutex lock;
+  bool failed = false;
+  std::multimap<Call, Recording> made;
+  std::map<Call, int> seen;
 };
 
 }  // namespace runtime
