@@ -231,8 +231,8 @@ class Recording:
         )
         like = tuple(x if i in inputs.unchecked else None for i, x in enumerate(args))
         return make(
-            kinds, tuple(fixed.get(i, 0) for i in range(len(args))), wanted, like, use_count, counts, copy, replay, made,
-            call, *RECORDER.place(inputs.device),
+            kinds, tuple(fixed.get(i, 0) for i in range(len(args))), wanted, like, use_count, counts, copy, replay,
+            made, call, *RECORDER.place(inputs.device),
         )  # fmt: skip
 
 
@@ -304,6 +304,9 @@ class Results:
             self._call = self._make(self._given)
         return self._call(args)
 
+    def alone(self, args: list) -> Sequence[Any]:
+        return self.call([*args, *self.memory(args)])
+
     def memory(self, args: list) -> list[torch.Tensor]:
         of = dict(zip(self._inputs, args))
         sizes = {x: of[x] for x in of if isinstance(x, Sym)}
@@ -315,8 +318,8 @@ class Results:
 
 class Recorded:
     """A compiled program, ``call``, of which recordings are made and replayed. ``given``: it, given memory for its
-    results; that is recorded, in the shared pool. ``what``: it, for messages. ``most``: an input that has moved so often
-    is copied. ``quick``: replays the last recording, if that fits; else it returns None."""
+    results; that is recorded, in the shared pool. ``what``: it, for messages. ``most``: an input that has moved so
+    often is copied. ``quick``: replays the last recording, if that fits; else it returns None."""
 
     def __init__(self, call: Call, inputs: Inputs, what: str, most: int = 2, given: Results | None = None):
         self._call, self._what, self._given, self._most = call, what, given, most
@@ -374,8 +377,7 @@ class Recorded:
         may = self._may_record(number, recordings, args)
         try:
             if number == 1 and self._given is not None:
-                given = self._given  # loads its kernels
-                call: Call | None = lambda args: given.call([*args, *given.memory(args)])
+                call: Call | None = self._given.alone  # loads its kernels
             else:
                 call = self._new(key, args).run if may else None
         except Exception as e:  # it runs as it did

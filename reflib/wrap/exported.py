@@ -207,8 +207,8 @@ _refused = object()  # returned by a call that must take the slow path
 
 
 def _replaying(recorded: Any, head: list[Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``plain``, but what was recorded is replayed. Where nothing fits, the slow path checks the arguments, so that only
-    a good call is recorded."""
+    """``plain``, but what was recorded is replayed. Where nothing fits, the slow path checks the arguments, so that
+    only a good call is recorded."""
 
     def run(*args: Any) -> Any:
         inputs = [*head, *args]

@@ -407,7 +407,7 @@ def test_a_package_records_and_replays(recorder, tmp_path, dynamic):
     f = packaged(tmp_path, model, torch.randn(5, 6), torch.zeros(4), dynamic=dynamic)
     mine, theirs, kept = torch.zeros(4), torch.zeros(4), []
     modes = torch.enable_grad, torch.no_grad, torch.inference_mode
-    for i in range(60):
+    for _ in range(60):
         x = torch.randn(rng.choice([5, 7]) if dynamic else 5, 6)
         with (mode := rng.choice(modes))():
             got = f(x, mine, by=3)

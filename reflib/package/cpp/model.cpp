@@ -76,8 +76,18 @@ int32_t asked(Frame *frame, F f) {
   return caught(f) ? refused(frame, FAILED_DRIVER, last_error) : 0;
 }
 
-int32_t call_python(Host *host, Frame *frame, int32_t which, const Value *, int32_t, Value *, int32_t) {
-  const char *why = model_of(host)->variant->python[which];
+int32_t call_python(Host *host, Frame *frame, int32_t which, const Value *args, int32_t, Value *, int32_t) {
+  reflib_model *m = model_of(host);
+  if (m->variant->checks[which].what) {
+    std::string bad;
+    int32_t rc = asked(frame, [&] {
+      void *stream = nullptr;
+      if (m->gpu) torch().current_stream(m->gpu->index, &stream);
+      bad = bad_value(m->variant->checks[which], m->gpu, stream, args);
+    });
+    return rc || bad.empty() ? rc : refused(frame, FAILED_PYTHON, bad);
+  }
+  const char *why = m->variant->python[which];
   if (!why) return 0;
   const char *what = torch().what ? torch().what() : nullptr;
   return refused(frame, FAILED_PYTHON, std::string(why) + (what && *what ? std::string(": ") + what : ""));
@@ -385,6 +395,7 @@ void run(reflib_model *m, void *stream, const reflib_value *given, reflib_value 
   for (const Value &v : out) {
     if (v.kind == VALUE_TENSOR) results.push_back(described(v.tensor));
     else if (v.kind == VALUE_INT) results.push_back(integer(v.integer));
+    else if (v.kind == VALUE_BOOL) results.push_back(truth(v.integer));
     else if (v.kind == VALUE_FLOAT) results.push_back(number(v.number));
     else if (v.kind == VALUE_OBJECT) results.push_back(m->variant->objects[v.object]);
     else results.push_back(reflib_value{});

@@ -44,7 +44,7 @@ enum { /* dtypes, by PyTorch's numbers */
     REFLIB_FLOAT8_E4M3FNUZ = 26, REFLIB_UINT16 = 27, REFLIB_UINT32 = 28, REFLIB_UINT64 = 29
 };
 enum { REFLIB_CPU = -1 }; /* a device; GPUs are 0, 1, ... */
-enum { REFLIB_NONE, REFLIB_TENSOR, REFLIB_INT, REFLIB_FLOAT };
+enum { REFLIB_NONE, REFLIB_TENSOR, REFLIB_INT, REFLIB_FLOAT, REFLIB_TEXT, REFLIB_TRUTH };
 
 typedef struct {
     void *data; /* its first element */
@@ -57,8 +57,9 @@ typedef struct {
     int32_t kind; /* REFLIB_NONE ... */
     union {
         reflib_tensor tensor;
-        int64_t integer;
+        int64_t integer; /* REFLIB_INT; REFLIB_TRUTH, of a result: 0 or 1 */
         double number;
+        const char *text; /* of a result; UTF-8, of the library: it is not freed */
     };
 } reflib_value;
 

@@ -55,6 +55,14 @@ struct KernelRow {
   bool late;  // few calls need it: loaded at the first of them
 };
 
+struct NanCheck {  // of what a step wrote and read
+  const char *what;  // the step; null: this is no check
+  std::vector<const char *> names;
+  size_t wrote;  // the first of them; the others are only read
+  bool infinite;  // by its constants
+  const char *origins;
+};
+
 struct Variant {
   const char *arch;  // "sm_90", "ptx", "cpu"
   int driver;        // the least version of the CUDA driver
@@ -63,6 +71,7 @@ struct Variant {
   std::vector<KernelRow> kernels;
   std::vector<const char *> symbols;  // C functions that it calls
   std::vector<const char *> python;   // the error of each Python function; null: it only writes to a log
+  std::vector<NanCheck> checks;       // those of them that look for NaN
   std::vector<reflib_value> objects;  // constant results
   std::vector<int> constants;         // weights bound to it
   std::vector<const char *> cpu;      // features that the processor must have
@@ -114,6 +123,8 @@ struct Tables {
 extern const Tables tables;
 inline reflib_value integer(int64_t i) { reflib_value v{}; v.kind = REFLIB_INT, v.integer = i; return v; }
 inline reflib_value number(double d) { reflib_value v{}; v.kind = REFLIB_FLOAT, v.number = d; return v; }
+inline reflib_value truth(bool b) { reflib_value v{}; v.kind = REFLIB_TRUTH, v.integer = b; return v; }
+inline reflib_value words(const char *s) { reflib_value v{}; v.kind = REFLIB_TEXT, v.text = s; return v; }
 
 // -- gpu.cpp -----------------------------------------------------------------------------------------------------
 class Gpu {
@@ -172,6 +183,10 @@ void check_tensor(const reflib_tensor &t, const std::shared_ptr<Gpu> &gpu, bool 
 // "float32 [8, 16], strides [16, 1], on cpu", for messages.
 std::string said(const reflib_value &v);
 void copy(const std::shared_ptr<Gpu> &gpu, void *stream, const reflib_value &to, const reflib_value &from);
+
+// -- nan.cpp -----------------------------------------------------------------------------------------------------
+// What is wrong with the values of a step; "": nothing.
+std::string bad_value(const NanCheck &check, const std::shared_ptr<Gpu> &gpu, void *stream, const Value *args);
 
 // -- tensors.cpp, or tensors_torch.cpp -----------------------------------------------------------------------------
 // The functions that a wrapper works with. Fails if some are missing.
