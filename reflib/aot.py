@@ -79,27 +79,31 @@ def aot_compile(
     if grouped and opts.autotune == "background":
         what = "would be measured later by each rank for itself"
         raise OptionError(f'aot_compile: autotune="background": a model that communicates {what}; use "blocking"')
-    archs_ = [*((t.arch, t) for t in want.targets), *([("ptx", ptx_target())] if want.ptx else [])]
-    kinds = ["cuda" if t.is_gpu else "cpu" for _, t in archs_]
-    stages = [_stages(exported[k].graph, programs[k], opts, t) for k, (_, t) in zip(kinds, archs_)]
+    named = [*((t.arch, t) for t in want.targets), *([("ptx", ptx_target())] if want.ptx else [])]
+    kinds = ["cuda" if t.is_gpu else "cpu" for _, t in named]
+    stages = [_stages(exported[k].graph, programs[k], opts, t) for k, (_, t) in zip(kinds, named)]
 
     def write(stages: Sequence[Any], options: Options, own: Path = path) -> Path:
         planned = [
             Planned(arch, t, kind, s.scheduled, s.plan, s.kernels, want.here and not t.is_gpu)
-            for kind, (arch, t), s in zip(kinds, archs_, stages)
+            for kind, (arch, t), s in zip(kinds, named, stages)
         ]
         return build(own, captured, planned, options, shims, about)
 
+    _last[os.path.realpath(path)] = mark = object()
     if grouped:
         return one_per_rank(path, lambda own: write(stages, opts, own))
     if opts.autotune != "background":
         return write(stages, opts)
     write(stages, opts.but(autotune="off"))
-    _tune_later(path, stages, lambda tuned: write(tuned, opts.but(autotune="blocking")))
+    _tune_later(path, mark, stages, lambda tuned: write(tuned, opts.but(autotune="blocking")))
     return path
 
 
-def _tune_later(path: Path, stages: Sequence[Any], write: Callable[[Sequence[Any]], Path]) -> None:
+_last: dict[str, object] = {}  # by path: of the call that wrote there last
+
+
+def _tune_later(path: Path, mark: object, stages: Sequence[Any], write: Callable[[Sequence[Any]], Path]) -> None:
     """Measure what is not known while the program goes on, then replace the file, unless another was written there."""
     from .background import Background, files
     from .tuning import Again, asked, tuned
@@ -112,7 +116,7 @@ def _tune_later(path: Path, stages: Sequence[Any], write: Callable[[Sequence[Any
     def tune(background: Background) -> Any:
         made = [s if a is None else tuned(s, Again(a, background), "generate") for s, a in begun]
         begun.clear()
-        if files.get(key) is background:
+        if _last.get(key) is mark:
             write(made)
         return _all(made)
 

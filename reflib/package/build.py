@@ -240,6 +240,8 @@ class _Making:
         from ..wrap.cuda_graphs import RECORDER, reason
         from ..wrap.graph_parts import cut
 
+        if self.planned.kind != RECORDER.kind:
+            return "it runs on a CPU"
         parts = cut(self.planned.program, RECORDER.kind)
         why = dict.fromkeys(w for p in parts for w in p.why)
         around = f"a package's calls are recorded whole, and {'; '.join(why)}" if len(parts) > 1 else ""
