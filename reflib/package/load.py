@@ -186,6 +186,7 @@ class Model:
                 torch.cuda.synchronize(self.device)  # a stream may still read the weights, or run the code
         finally:
             if exported is not None:
+                exported.close()
                 exported.__call__ = gone  # breaks its cycle with the entry that it chose
             self._state = {}
             self._file.close()

@@ -344,6 +344,10 @@ class Recorded:
         open_ = self.inputs.dynamic or self.inputs.numbers
         return self.failed or (not open_ and any(len(r) >= RECORDINGS for r in self.recordings.values()))
 
+    def close(self) -> None:
+        """Give the recordings back. Results that somebody holds stay."""
+        self.recordings, self.quick, self.failed = {}, _none, True
+
     def again(self, args: list) -> Sequence[Any] | None:
         """The result of any recording that fits, for inputs that it checks itself."""
         for recordings in [*self.recordings.values()]:

@@ -73,6 +73,10 @@ class ExportedCallable:
         self.__call__ = now
         return now
 
+    def close(self) -> None:
+        if self._recorded is not None:
+            self._recorded.close()
+
     # -- the fast path ------------------------------------------------------------------------------
     def _fast(self, graph: Callable[[list], tuple]) -> Callable[..., Any]:
         c, entry = self.convention, host.entry

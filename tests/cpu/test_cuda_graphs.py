@@ -4,6 +4,7 @@ CUDA graphs: the recorder here replays a call into the memory of the recorded on
 import ctypes
 import logging
 import random
+import weakref
 
 import pytest
 import torch
@@ -425,8 +426,12 @@ def test_a_package_records_and_replays(recorder, tmp_path, dynamic):
     f.load_constants(changed)
     model.load_state_dict(changed)
     x, before = torch.randn(5, 6), recorder.replayed
-    torch.testing.assert_close(f(x, mine, by=3)["y"], model(x, theirs, by=3)["y"].detach())
+    last, want = f(x, mine, by=3)["y"], model(x, theirs, by=3)["y"].detach()
     assert recorder.replayed == before + 1
+    ends = [weakref.ref(r) for rs in f._exported._recorded.recordings.values() for r in rs]
+    f.unload()
+    assert ends and not any(end() for end in ends)
+    torch.testing.assert_close(last, want)
 
 
 def test_a_recorded_package_looks_at_its_arguments(recorder, tmp_path):
