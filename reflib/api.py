@@ -60,7 +60,11 @@ def compile_exported(program: Any, options: Options) -> Callable[..., Any]:
     weights = weights_of(program)
     assert stages.program is not None
     expect_apart(convention, stages.program, weights)
-    return ExportedCallable(convention, weights, call, names_of(program))
+    graphed: tuple[Any, ...] = ()
+    if hasattr(call, "unchecked"):  # a ``cuda_graphs.Graphed``
+        call.unchecked = frozenset(i for i, name in enumerate(convention.inputs) if not name)
+        graphed = (lambda: call.recorded), call
+    return ExportedCallable(convention, weights, stages.call if graphed else call, names_of(program), *graphed)
 
 
 def exported_stages(program: Any, options: Options) -> tuple[Stages, Convention, Any]:

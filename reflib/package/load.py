@@ -130,7 +130,8 @@ class Model:
         call, recorded = Wrapped(lambda: graph, checks_inputs=True), None
         if about.options.get("cuda_graphs"):
             recorded = _recorded(graph, convention, variant, device, f"the model of {self.path.name}")
-        self._exported = ExportedCallable(convention, state, call, program.names, recorded)
+        given = (lambda: recorded, recorded) if recorded is not None else (None, None)
+        self._exported = ExportedCallable(convention, state, call, program.names, *given)
         self.__signature__ = self._exported.__signature__
         self.__call__ = _untraced(self._exported.open())
         _untraced(self._exported._slow)  # the slow path of the line above

@@ -135,10 +135,12 @@ RECORDER = Recorder()
 
 
 class Graphed:
-    """A compiled graph: ``call`` until tuning has ended, then it, or a chain of its parts, with recordings."""
+    """A compiled graph: ``call`` until tuning has ended, then it, or a chain of its parts, with recordings.
+    ``unchecked``: inputs that nothing looks at before, of an exported program; what replays it is then ``recorded``."""
 
     def __init__(self, call: Call, stages: Any, parts: Sequence[Part]):
         self._call, self._stages, self._parts = call, stages, parts
+        self.unchecked: frozenset[int] = frozenset()
         self._background = getattr(stages.call, "background", None)
         self._run: Call | None = None
 
@@ -149,13 +151,18 @@ class Graphed:
             self._run = self._made()
         return self._run(args)
 
+    @property
+    def recorded(self) -> Recorded | None:
+        return self._run if isinstance(self._run, Recorded) else None
+
     def _made(self) -> Call:
         stages, parts, name = self._stages, self._parts, self._stages.graph.name
         if self._background is not None and self._background.state == "swapped":
             stages = self._background.tuned
             parts = cut(stages.scheduled, RECORDER.kind, stages)
         if len(parts) == 1:
-            return _recorded(self._call, stages.scheduled, name, partial(_given_results, stages), f"the {name} graph")
+            make, what = partial(_given_results, stages), f"the {name} graph"
+            return _recorded(self._call, stages.scheduled, name, make, what, self.unchecked)
         try:
             return _chain(stages, parts, name)
         except Exception as e:  # it runs as it did
@@ -183,8 +190,12 @@ def _chain(stages: Any, parts: Sequence[Part], name: str) -> Call:
     return Chain(stages.scheduled, parts, calls)
 
 
-def _recorded(call: Call, program: Program, name: str, make: Callable[[Program], Call], what: str) -> Recorded:
-    return Recorded(call, inputs_of(program), what, MOVES.get(name, 2), Results.of(program, make))
+def _recorded(
+    call: Call, program: Program, name: str, make: Callable[[Program], Call], what: str,
+    unchecked: frozenset[int] = frozenset(),
+) -> Recorded:  # fmt: skip
+    inputs = inputs_of(program, unchecked)
+    return Recorded(call, inputs, what, MOVES.get(name, 2), Results.of(program, make))
 
 
 class Recording:
@@ -274,13 +285,14 @@ class Inputs:
     unchecked: frozenset[int] = frozenset()
 
 
-def inputs_of(program: Program) -> Inputs:
+def inputs_of(program: Program, unchecked: frozenset[int] = frozenset()) -> Inputs:
     tensors = tuple(i for i, x in enumerate(program.inputs) if x in program.buffers)
     numbers = tuple(i for i in range(len(program.inputs)) if i not in tensors)
     writes = {b for n in program.nodes for b in n.writes()}
     written = frozenset(i for i in tensors if program.inputs[i] in writes)
     dynamic = any(e.symbols() for i in tensors for e in program.buffers[program.inputs[i]].shape)
-    return Inputs(tensors, numbers, written, dynamic, next(b.device for b in program.buffers.values()))
+    unchecked = unchecked.intersection((*tensors, *(i for i in numbers if isinstance(program.inputs[i], Sym))))
+    return Inputs(tensors, numbers, written, dynamic, next(b.device for b in program.buffers.values()), unchecked)
 
 
 class Results:

@@ -1,6 +1,7 @@
 """``Options(cuda_graphs=True)``: which calls are recorded, what is copied, and whom outputs belong to. A CPU has no
 CUDA graphs: the recorder here replays a call into the memory of the recorded one, as a GPU would."""
 
+import copy
 import ctypes
 import logging
 import random
@@ -377,7 +378,7 @@ def test_names_and_modes_of_torchinductor():
         reflib.Options.make({"wraper": "cpp"})
 
 
-# -- packages ---------------------------------------------------------------------------------------------
+# -- exported programs, packages ---------------------------------------------------------------------------------------------
 class Counting(torch.nn.Module):
     """Writes to a buffer and to an argument, returns one it wrote to, a view and a number."""
 
@@ -393,19 +394,28 @@ class Counting(torch.nn.Module):
         return {"y": y + self.calls, "first": x[0], "total": total, "rows": x.shape[0]}
 
 
-def packaged(folder, model, *args, **options):
-    sizes = {"x": {0: torch.export.Dim("n", min=2)}, "total": None, "by": None} if options.pop("dynamic", 0) else None
-    path = reflib.aot_compile(
-        model, args, folder / "m.reflib", ["cpu"], {"by": 3}, dynamic_shapes=sizes, cuda_graphs=True, **options
-    )
-    return reflib.load(path)
+def exported(folder, how, model, *args, dynamic=False):
+    """``how``: a package, or the wrapper of an exported program."""
+    sizes = {"x": {0: torch.export.Dim("n", min=2)}, "total": None, "by": None} if dynamic else None
+    if how == "package":
+        path = reflib.aot_compile(
+            model, args, folder / "m.reflib", ["cpu"], {"by": 3}, dynamic_shapes=sizes, cuda_graphs=True
+        )
+        return reflib.load(path)
+    program = torch.export.export(model, args, {"by": 3}, dynamic_shapes=sizes)
+    return reflib.compile(program, wrapper=how, cuda_graphs=True)
 
 
+HOW = ["package", "python", "cpp"]
+
+
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_package_records_and_replays(recorder, tmp_path, dynamic):
-    """Its calls are those of the model, whatever mode they are made in, and whoever keeps the results."""
+def test_exported_calls_are_recorded(recorder, tmp_path, how, dynamic):
+    """They are those of the model, whatever mode they are made in, and whoever keeps the results."""
     model, rng = Counting().eval(), random.Random(0)
-    f = packaged(tmp_path, model, torch.randn(5, 6), torch.zeros(4), dynamic=dynamic)
+    compiled = copy.deepcopy(model)
+    f = exported(tmp_path, how, compiled, torch.randn(5, 6), torch.zeros(4), dynamic=dynamic)
     mine, theirs, kept = torch.zeros(4), torch.zeros(4), []
     modes = torch.enable_grad, torch.no_grad, torch.inference_mode
     for _ in range(60):
@@ -422,21 +432,24 @@ def test_a_package_records_and_replays(recorder, tmp_path, dynamic):
         torch.testing.assert_close(mine, theirs)
         assert mode is torch.inference_mode or not got["y"].is_inference()
     assert 1 <= recorder.recorded <= 2 * cuda_graphs.RECORDINGS and recorder.replayed > 30
+    if how != "package":
+        return
     changed = {name: torch.randn_like(t) for name, t in model.state_dict().items()}
     f.load_constants(changed)
     model.load_state_dict(changed)
     x, before = torch.randn(5, 6), recorder.replayed
     last, want = f(x, mine, by=3)["y"], model(x, theirs, by=3)["y"].detach()
     assert recorder.replayed == before + 1
-    ends = [weakref.ref(r) for rs in f._exported._recorded.recordings.values() for r in rs]
+    ends = [weakref.ref(r) for rs in f._exported._recorded().recordings.values() for r in rs]
     f.unload()
     assert ends and not any(end() for end in ends)
     torch.testing.assert_close(last, want)
 
 
-def test_a_recorded_package_looks_at_its_arguments(recorder, tmp_path):
+@pytest.mark.parametrize("how", HOW)
+def test_a_recorded_call_looks_at_its_arguments(recorder, tmp_path, how):
     """What it was not made for is refused as without recordings, and nothing runs; the next good call replays."""
-    f = packaged(tmp_path, Counting(), torch.randn(5, 6), torch.zeros(4))
+    f = exported(tmp_path, how, model := Counting(), torch.randn(5, 6), torch.zeros(4))
     x, total = torch.randn(5, 6), torch.zeros(4)
     for _ in range(5):
         f(x, total, by=3)
@@ -449,13 +462,14 @@ def test_a_recorded_package_looks_at_its_arguments(recorder, tmp_path):
         "is written to and shares memory with": (x, x.view(-1)[:4]),
         "another structure": (x,),
     }
-    count, state = recorder.replayed, f._state["calls"].clone()
+    calls = f._state["calls"] if how == "package" else model.calls
+    count, state = recorder.replayed, calls.clone()
     for text, args in bad.items():
         with pytest.raises(reflib.ReflibError, match=text):
             f(*args, by=3)
     with pytest.raises(reflib.ReflibError, match="argument by: it was exported with 3, got 4"):
         f(x, total, by=4)
-    assert recorder.replayed == count and torch.equal(f._state["calls"], state)
+    assert recorder.replayed == count and torch.equal(calls, state)
     turned = torch.empty(6, 5).t().copy_(x)  # only other strides: copied
     torch.testing.assert_close(f(turned, total.clone(), by=3)["y"], f(x, total.clone(), by=3)["y"] - 1)
     f(x, total, by=3)
