@@ -28,8 +28,6 @@ import torch
 from .. import toolchain
 from ..errors import PackageError, ReflibError
 from ..ir.data import decode
-from ..ir.expr import Sym
-from ..logs import get as logger
 from ..target import device_target
 from ..wrap import host
 from ..wrap.convention import Convention
@@ -129,7 +127,9 @@ class Model:
         self._state, self._convention = state, convention
         call, recorded = Wrapped(lambda: graph, checks_inputs=True), None
         if about.options.get("cuda_graphs"):
-            recorded = _recorded(graph, convention, variant, device, f"the model of {self.path.name}")
+            from .recorded import recorded_calls
+
+            recorded = recorded_calls(graph, convention, variant, device, f"the model of {self.path.name}")
         given = (lambda: recorded, recorded) if recorded is not None else (None, None)
         self._exported = ExportedCallable(convention, state, call, program.names, *given)
         self.__signature__ = self._exported.__signature__
@@ -437,27 +437,6 @@ def _graph(
         list(map(_untraced, functions)), [decode(o) for o in v.objects], [state[name] for name, _ in v.constants],
         v.symbols, zeros, device.index or 0, unloads=True,
     )  # fmt: skip
-
-
-def _recorded(
-    graph: Callable[[list], tuple], c: Convention, v: manifest.PackagedVariant, device: torch.device, what: str
-) -> Any:
-    """``graph``, whose calls are recorded (``wrap.cuda_graphs``); None where they cannot be."""
-    from ..wrap.cuda_graphs import RECORDER, Inputs, Recorded
-
-    if device.type != RECORDER.kind or v.unrecorded or not host.has_entries():
-        why = v.unrecorded or "it runs on a CPU"
-        logger("cuda_graphs").info("calls of %s are not recorded: %s", what, why)
-        return None
-    given = [i for i, name in enumerate(c.inputs) if not name]
-    symbols = [i for i, a in zip(given, c.arguments) if isinstance(a.value, Sym)]
-    writes = {o.target for o in c.written}
-    names = {i: name for i, name in enumerate(c.inputs) if name} | {i: a.name for i, a in zip(given, c.arguments)}
-    tensors = tuple(i for i, kind in enumerate(c.devices) if kind)
-    dynamic = any(e.symbols() for a in c.arguments if a.tensor for e in (*a.tensor.shape, *a.tensor.strides))
-    written = frozenset(i for i in tensors if names[i] in writes)
-    unchecked = frozenset(given).intersection((*tensors, *symbols))
-    return Recorded(graph, Inputs(tensors, tuple(symbols), written, dynamic, device, unchecked), what)
 
 
 def _functions(

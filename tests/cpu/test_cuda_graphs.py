@@ -378,7 +378,7 @@ def test_names_and_modes_of_torchinductor():
         reflib.Options.make({"wraper": "cpp"})
 
 
-# -- exported programs, packages ---------------------------------------------------------------------------------------------
+# -- exported programs, packages ------------------------------------------------------------------------
 class Counting(torch.nn.Module):
     """Writes to a buffer and to an argument, returns one it wrote to, a view and a number."""
 
