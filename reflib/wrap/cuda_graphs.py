@@ -19,7 +19,12 @@ for what another stream reads before it is released.)
 All other memory, which holds nothing between two replays, is one *pool* for all recordings of a stream, of whatever
 function, forward or backward: replays on a stream follow one another, so no rule of who is alive is needed. For that
 results must not be in the pool: recorded is a wrapper that is given them (``with_results``). Where a call returns a
-result itself (convolution, attention), that recording has a pool of its own.
+result itself (convolution, attention), that recording has a pool of its own; so has each of a loaded package, in whose
+file there is no such wrapper.
+
+Dynamo's guards come before a call of what ``torch.compile`` made; nothing comes before that of an exported program or a
+package. Its recordings check the arguments themselves (``Inputs.unchecked``), and only a call whose arguments the slow
+path has checked is recorded.
 
 A pool has a stream of its own too, on which recordings are made: PyTorch frees cuBLAS's workspace of a stream when any
 graph recorded on it ends (pytorch issue 193402), so graphs of one stream must end together, or keep the same pool.
