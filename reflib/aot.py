@@ -5,16 +5,18 @@
 Architectures differ in the stages after ``lower``: which matmuls get a generated kernel, which tilings fit, how a
 reduction is split. Nothing is measured for a GPU that is not in this machine; decisions for its architecture are taken
 from a lookup table or the store of decisions. With ``autotune="blocking"`` this machine's own GPU, and its CPU, are
-measured.
+measured. With "background" the file is there at once, of guesses and of what is known, and a tuned one takes its place
+when all is measured (``reflib.wait_for_tuning(path)``): what loads it then, or is exported of it, is tuned.
 """
 
 import hashlib
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -73,14 +75,59 @@ def aot_compile(
     if training := next(iter(exported.values())).training:
         what = f"{getattr(model, '__name__', type(model).__name__)} is captured as it is in training"
         warnings.warn(f"{what}: {', '.join(training)}. For inference call model.eval() first", UserWarning, 2)
-    variants = []
-    for arch, target in [*((t.arch, t) for t in want.targets), *([("ptx", ptx_target())] if want.ptx else [])]:
-        kind = "cuda" if target.is_gpu else "cpu"
-        s = _stages(exported[kind].graph, programs[kind], opts, target)
-        variants.append(Planned(arch, target, kind, s.scheduled, s.plan, s.kernels, want.here and not target.is_gpu))
-    if next(iter(captured.values())).groups:
-        return one_per_rank(path, lambda own: build(own, captured, variants, opts, shims, about))
-    return build(path, captured, variants, opts, shims, about)
+    grouped = bool(next(iter(captured.values())).groups)
+    if grouped and opts.autotune == "background":
+        what = "would be measured later by each rank for itself"
+        raise OptionError(f'aot_compile: autotune="background": a model that communicates {what}; use "blocking"')
+    named = [*((t.arch, t) for t in want.targets), *([("ptx", ptx_target())] if want.ptx else [])]
+    kinds = ["cuda" if t.is_gpu else "cpu" for _, t in named]
+    stages = [_stages(exported[k].graph, programs[k], opts, t) for k, (_, t) in zip(kinds, named)]
+
+    def write(stages: Sequence[Any], options: Options, own: Path = path) -> Path:
+        planned = [
+            Planned(arch, t, kind, s.scheduled, s.plan, s.kernels, want.here and not t.is_gpu)
+            for kind, (arch, t), s in zip(kinds, named, stages)
+        ]
+        return build(own, captured, planned, options, shims, about)
+
+    _last[os.path.realpath(path)] = mark = object()
+    if grouped:
+        return one_per_rank(path, lambda own: write(stages, opts, own))
+    if opts.autotune != "background":
+        return write(stages, opts)
+    write(stages, opts.but(autotune="off"))
+    _tune_later(path, mark, stages, lambda tuned: write(tuned, opts.but(autotune="blocking")))
+    return path
+
+
+_last: dict[str, object] = {}  # by path: of the call that wrote there last
+
+
+def _tune_later(path: Path, mark: object, stages: Sequence[Any], write: Callable[[Sequence[Any]], Path]) -> None:
+    """Measure what is not known while the program goes on, then replace the file, unless another was written there."""
+    from .background import Background, files
+    from .tuning import Again, asked, tuned
+
+    if not any(s.swap for s in stages):
+        return
+    begun = [(s, asked(s)) if s.swap else (s, None) for s in stages]
+    key = os.path.realpath(path)
+
+    def tune(background: Background) -> Any:
+        made = [s if a is None else tuned(s, Again(a, background), "generate") for s, a in begun]
+        begun.clear()
+        if _last.get(key) is mark:
+            write(made)
+        return _all(made)
+
+    files[key] = Background(_all(stages), tune)
+    files[key].start()
+
+
+def _all(stages: Sequence[Any]) -> Any:
+    """What ``Background`` reads of a graph's stages: here of all variants'."""
+    decisions = [d for s in stages for d in s.decisions]
+    return SimpleNamespace(graph=stages[0].graph, decisions=decisions, call=SimpleNamespace(wait=lambda: None))
 
 
 def _options(given: Mapping[str, Any]) -> Options:
@@ -89,11 +136,6 @@ def _options(given: Mapping[str, Any]) -> Options:
         raise OptionError("aot_compile takes archs=, not target=")
     if given.get("wrapper") == "python":
         raise OptionError('aot_compile: wrapper="python": a package\'s wrapper is C++; leave it out')
-    if options.autotune == "background":
-        raise OptionError('aot_compile: autotune="background" goes on after a first call; "blocking" measures now')
-    if options.cuda_graphs:
-        what = "records calls of the process that makes them: record those of the loaded model (torch.cuda.graph)"
-        raise OptionError(f"aot_compile: cuda_graphs=True {what}")
     return options.but(wrapper="cpp")
 
 
@@ -156,7 +198,7 @@ def _stages(graph: Any, program: Any, options: Options, target: Target) -> Any:
     from .pipeline import run
 
     cuda = target.kind == "cuda" and torch.cuda.is_available() and device_target("cuda").arch == target.arch
-    measures = (cuda or not target.is_gpu) and options.autotune == "blocking"
+    measures = (cuda or not target.is_gpu) and options.autotune != "off"
     return run(
         graph, options if measures else options.but(target=target.arch), until="generate", program=program,
         target_of=lambda device: target if device.type == "cuda" else Target("cpu"),

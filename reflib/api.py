@@ -56,11 +56,16 @@ def compile_exported(program: Any, options: Options) -> Callable[..., Any]:
     from .wrap.exported import ExportedCallable, expect_apart, names_of, weights_of
 
     stages, convention, program = exported_stages(program, options)
-    call = eager(stages.graph) if stages.call is None else Backend(options).around(stages.call, stages, ())
+    plain: Any = eager(stages.graph) if stages.call is None else stages.call
+    call: Any = plain if stages.call is None else Backend(options).around(plain, stages, ())
     weights = weights_of(program)
     assert stages.program is not None
     expect_apart(convention, stages.program, weights)
-    return ExportedCallable(convention, weights, call, names_of(program))
+    graphed: tuple[Any, ...] = ()
+    if hasattr(call, "unchecked"):  # a ``cuda_graphs.Graphed``
+        call.unchecked = frozenset(i for i, name in enumerate(convention.inputs) if not name)
+        graphed = (lambda: call.recorded), call
+    return ExportedCallable(convention, weights, plain if graphed else call, names_of(program), *graphed)
 
 
 def exported_stages(program: Any, options: Options) -> tuple[Stages, Convention, Any]:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .autotune import Tuner
 
 everything: WeakSet[Background] = WeakSet()
+files: dict[str, Background] = {}  # of packages, by path: the last one written there
 _registering = threading.Lock()
 
 
@@ -185,8 +186,8 @@ class Progress:
 
 
 def tuning_progress(compiled: Any = None) -> Progress:
-    """How far tuning in the background is, for ``compiled`` (what ``reflib.compile`` returned) or for this process.
-    Returns at once."""
+    """How far tuning in the background is, for ``compiled`` (what ``reflib.compile`` returned, or a package's path) or
+    for this process. Returns at once."""
     found = _tunings(compiled)
     counts = [t.count() for b in found for t in b.tuners]
     running = [label for b in found if b.state == "running" for t in b.tuners for label in t.running()]
@@ -210,7 +211,8 @@ def wait_for_tuning(compiled: Any = None, timeout: float | None = None) -> Progr
     graphs that have not been called yet starts. Tuned variants run from the next call on (with several ranks: from the
     one that they agree on).
 
-    compiled: what ``reflib.compile`` returned; None, or what ``torch.compile`` returned: everything in this process.
+    compiled: what ``reflib.compile`` returned, or a package's path; None, or what ``torch.compile`` returned: all that
+        this process tunes.
     Returns the progress; ``finished`` is False after a timeout, which is no error. Failures are in ``failed``.
     """
     found = _tunings(compiled)
@@ -230,6 +232,9 @@ def wait_for_tuning(compiled: Any = None, timeout: float | None = None) -> Progr
 
 def _tunings(compiled: Any) -> list[Background]:
     found = None
+    if isinstance(compiled, str | os.PathLike):
+        one = files.get(os.path.realpath(compiled))
+        return [] if one is None else [one]
     if compiled is not None:
         with contextlib.suppress(TypeError):  # an object without weak references was not made by reflib.compile
             found = tunings.get(compiled)

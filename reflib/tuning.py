@@ -37,10 +37,10 @@ def choose(s: Stages) -> Chosen:
     assert s.program is not None
     with _how(s) as tuning:
         tuning.together = CHOOSE["together"]
-        asked = s.tuning.asked if s.tuning is not None and _measures(s.options) else _asked(s)
+        program = s.tuning.asked if s.tuning is not None and _measures(s.options) else asked(s)
         if s.tuning is None:
             tuning.meanwhile = partial(_build_the_rest, s)
-        return decide(asked, s.options, s.target_of, build, input_makers(), tuning)
+        return decide(program, s.options, s.target_of, build, input_makers(), tuning)
 
 
 def launches(s: Stages) -> Chosen:
@@ -82,11 +82,12 @@ class Again:
     background: Background
 
 
-def tuned(s: Stages, again: Again) -> Stages:
+def tuned(s: Stages, again: Again, until: str = "wrap") -> Stages:
     """The same graph once more, with what is to be decided measured while ``s`` runs."""
     options = s.options.but(isolate=True)
     same = Stages(s.graph, options, s.target_of, s.program, s.before or s.fused, timeline=s.timeline, tuning=again)
-    return advance(same, ("autotune", "schedule", "plan", "generate", "wrap"), "background")
+    names = ("autotune", "schedule", "plan", "generate", "wrap")
+    return advance(same, names[: names.index(until) + 1], "background")
 
 
 def _measures(options: Options) -> bool:
@@ -102,8 +103,8 @@ def _how(s: Stages) -> Iterator[Tuning]:
     elif s.options.autotune == "background" and s.tuning is None:
         yield (tuning := Tuning(known_only=True, store=_store(s.options)))
         if tuning.left and s.swap is None:
-            asked, turn = _asked(s), CHOOSE["together"]["turn"](s.program, s.graph.name, s.options)
-            s.swap = lambda call: TunedOrFallback(call, Background(s, lambda b: tuned(s, Again(asked, b)), turn))
+            program, turn = asked(s), CHOOSE["together"]["turn"](s.program, s.graph.name, s.options)
+            s.swap = lambda call: TunedOrFallback(call, Background(s, lambda b: tuned(s, Again(program, b)), turn))
     else:
         with _measuring(s) as tuning:
             yield tuning
@@ -161,7 +162,7 @@ def expect_tuning(options: Options) -> None:
             _workers(options).wake()
 
 
-def _asked(s: Stages) -> Program:
+def asked(s: Stages) -> Program:
     """The program as its choices are decided: operands that a product may compute are among the variants and, where
     something is measured, the library's own epilogues."""
     from .autotune.activation import with_activations

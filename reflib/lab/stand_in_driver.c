@@ -4,7 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 static void *current;
-static int blocks, modules, contexts;
+static int blocks, modules, contexts, mode, captures;
+static void *lane; /* the stream that is captured, and what was launched on it: */
+static struct { void *f, *args[5]; } nodes[64];
 static FILE *out(void) { static FILE *f; return f ? f : (f = fopen(getenv("STAND_IN_LOG"), "w")); }
 #define NOTE(...) (fprintf(out(), __VA_ARGS__), fputc('\n', out()))
 static int setting(const char *name, int otherwise) { return getenv(name) ? atoi(getenv(name)) : otherwise; }
@@ -36,7 +38,9 @@ static int make(void **p, size_t n, const char *how) {
     return ++blocks, (*p = malloc(n)) ? 0 : 2;
 }
 static int drop(void *p) { return current ? free(p), --blocks, 0 : 1; }
-int cuMemAlloc_v2(void **p, size_t n) { return make(p, n, "plain"); }
+int cuMemAlloc_v2(void **p, size_t n) {
+    return (lane || setting("STAND_IN_CAPTURES", 0)) && mode != 2 ? 900 : make(p, n, "plain");
+}
 int cuMemFree_v2(void *p) { return drop(p); }
 int cuMemAllocAsync(void **p, size_t n, void *s) { return make(p, n, "pool"); }
 int cuMemFreeAsync(void *p, void *s) { return drop(p); }
@@ -45,7 +49,21 @@ int cuMemPoolSetAttribute(void *p, int a, void *v) { return !(p == (void *)5 && 
 int cuMemcpyAsync(void *to, const void *from, size_t n, void *s) { memmove(to, from, n); return current ? 0 : 1; }
 int cuMemsetD8Async(void *p, unsigned char v, size_t n, void *s) { NOTE("{\"zeros\": %zu}", n); memset(p, v, n); return 0; }
 int cuStreamSynchronize(void *s) { return 0; }
-int cuStreamIsCapturing(void *s, int *v) { *v = setting("STAND_IN_CAPTURES", 0); return 0; }
+int cuStreamIsCapturing(void *s, int *v) { *v = lane ? s == lane : setting("STAND_IN_CAPTURES", 0); return 0; }
+int cuStreamGetCaptureInfo_v2(void *s, int *v, uint64_t *id, void *g, void *d, void *n) { return *v = 1, *id = 7, 0; }
+int cuThreadExchangeStreamCaptureMode(int *m) { int before = mode; return mode = *m, *m = before, 0; }
+int cuStreamCreate(void **s, unsigned flags) { return *s = (void *)512, flags != 1; }
+int cuStreamDestroy_v2(void *s) { return 0; }
+int cuStreamBeginCapture_v2(void *s, int m) { return lane = s, captures = 0, 0; }
+int cuStreamEndCapture(void *s, void **g) { lane = 0; return *g = nodes, 0; }
+int cuGraphInstantiateWithFlags(void **e, void *g, unsigned long long flags) {
+    void **made = *e = malloc(sizeof nodes + 8);
+    *(int *)made = captures, memcpy(made + 1, g, sizeof nodes);
+    return ++contexts, 0;
+}
+int cuGraphLaunch(void *e, void *s);
+int cuGraphExecDestroy(void *e) { return free(e), --contexts, 0; }
+int cuGraphDestroy(void *g) { return g != nodes; }
 int cuModuleLoadData(void **m, const void *p) {
     const unsigned char *b = p;
     fprintf(out(), "{\"image\": \"");
@@ -67,10 +85,25 @@ int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned bx, uns
          (char *)f, x, y, z, bx, by, bz, shared, (long)stream);
     if (!current) return 201;
     int count = setting("STAND_IN_COUNT", 0);
+    if (lane && stream == lane) { /* recorded, not done */
+        nodes[captures].f = f;
+        for (int i = 0; count && i < 5; ++i) nodes[captures].args[i] = *(void **)p[i];
+        return ++captures > 64;
+    }
     if (count) { /* as if it were the kernel of Scaled: x, w, y and two hidden pointers */
         float *x = *(float **)p[0], *w = *(float **)p[1], *y = *(float **)p[2];
         for (int i = 0; i < count; ++i) y[i] = x[i] * w[i % 32] + 1;
         if (*(void **)p[3] || *(void **)p[4]) return 1;
     }
     return setting("STAND_IN_LAUNCH", 0);
+}
+int cuGraphLaunch(void *e, void *s) {
+    const char *node = (char *)e + 8;
+    NOTE("{\"graph\": %d}", *(int *)e);
+    for (int i = 0; i < *(int *)e; ++i, node += sizeof *nodes) {
+        void *p[5];
+        for (int k = 0; k < 5; ++k) p[k] = (void *)(node + 8 + 8 * k);
+        if (cuLaunchKernel(*(void **)node, 1, 1, 1, 1, 1, 1, 0, s, p, 0)) return 1;
+    }
+    return 0;
 }

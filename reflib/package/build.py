@@ -176,7 +176,7 @@ class _Making:
             names=_encoded(printer.names, "an operator's argument"), objects=_encoded(printer.objects, "a result"),
             symbols=tuple(printer.symbols), constants=tuple(map(self._constant, printer.constants)),
             cpu=self._features(),
-            driver=self._driver(), workspace=memory(p.program, p.plan).peak_bytes,
+            driver=self._driver(), unrecorded=self._unrecorded(), workspace=memory(p.program, p.plan).peak_bytes,
             arena=sizes_of_arenas(p.program, p.plan),
         )  # fmt: skip
 
@@ -232,6 +232,20 @@ class _Making:
         found = [d for n in self.binaries if (d := driver_for(self.binaries[n].result().ptx)) is not None]
         d = max(found, key=lambda d: d.version, default=None)
         return (d.version, d.branch) if d else None
+
+    def _unrecorded(self) -> str:
+        """Why calls are not recorded, where that was asked for. (Parts of a program are not in the file.)"""
+        if not self.options.cuda_graphs:
+            return ""
+        from ..wrap.cuda_graphs import RECORDER, reason
+        from ..wrap.graph_parts import cut
+
+        if self.planned.kind != RECORDER.kind:
+            return "it runs on a CPU"
+        parts = cut(self.planned.program, RECORDER.kind)
+        why = dict.fromkeys(w for p in parts for w in p.why)
+        around = f"a package's calls are recorded whole, and {'; '.join(why)}" if len(parts) > 1 else ""
+        return reason(self.planned.program, parts, self.options) or around
 
     def _cpu_kernel(self, k: Kernel, checked: bool) -> manifest.KernelEntry:
         return manifest.KernelEntry(k.name, self._library_member(), k.name, checked=checked)

@@ -21,7 +21,7 @@ from ..errors import PackageError
 from ..ir.data import decode
 from ..ir.expr import Sym, expr
 from ..ir.printer import dtype_name
-from ..wrap import host
+from ..wrap import bad_values, host
 from ..wrap.aten import number
 from ..wrap.convention import Argument
 from ..wrap.cpp import DTYPES
@@ -90,7 +90,7 @@ def _variants(file: archive.Archive, m: Manifest, arch: str | None) -> list[Pack
         if manifest.tables_line(manifest.tables_of(m, variant)) not in bytes(file.view(variant.text)).decode():
             what = f"the tables of its variant {variant.arch} are not those that its host code uses"
             raise PackageError(f"{what}; build it again")
-        for op in variant.needs.values():
+        for op in (op for op in variant.needs.values() if op != "check_nan"):
             remedy = "register it in C++, or declare a function in C for it (option c_shims)"
             if variant.arch != "cpu" and op.startswith("aten.") and "+cpu" in m.versions.get("torch", ""):
                 remedy = "build the package with a PyTorch for CUDA (no GPU is needed): it has functions in C for more"
@@ -144,7 +144,7 @@ class _Project:
     def files(self) -> dict[str, bytes | memoryview]:
         tensors = "tensors_torch.cpp" if self.aten else "tensors.cpp"
         out: dict[str, bytes | memoryview] = {}
-        for name in ("model.h", "runtime.h", "model.cpp", "values.cpp", "gpu.cpp", "main.cpp"):
+        for name in ("model.h", "runtime.h", "model.cpp", "values.cpp", "gpu.cpp", "graphs.cpp", "nan.cpp", "main.cpp"):
             out[name] = (RUNTIME / name).read_bytes()
         looked_up = "".join(f'\n    {{"{n}", {_flag(where == "cpu")}}},' for n, where in host.FUNCTIONS)
         out[tensors] = _filled(tensors, {"FUNCTIONS": looked_up}).encode()
@@ -321,11 +321,29 @@ class _Tables:
                    (self._kernel(name, by_name.get(name)) for name in variant.table)),
             f"{_list(map(_text, variant.symbols))},  // symbols",
             f"{_list(map(_why, variant.functions))},  // functions in Python",
+            _table("of those, checks for NaN: what, names, written, infinite, origins",
+                   (self._nan_check(variant, f) for f in variant.functions)),
             f"{_list(map(_object, variant.objects))},  // results that are the same in every call",
             f"{_list(self.weight_rows[n, d == 'cuda'] for n, d in variant.constants)},  // constants",
             f"{_list(map(_text, variant.cpu))},  // features that the processor must have",
+            f"{_flag(self._recorded(variant))},  // calls are recorded",
         ]  # fmt: skip
         return "{" + "\n".join(map(_indented, fields)).lstrip() + "\n}"
+
+    def _nan_check(self, variant: PackagedVariant, function: str) -> str:
+        if variant.needs.get(function) != "check_nan":
+            return "{nullptr, {}, 0, false, nullptr}"
+        text = bytes(self.project.file.view(variant.python)).decode()
+        m = re.search(rf"def {function}\(.*\):\n    check_nan\((\w+), \[(.*)\], \[(.*)\]\)\n", text)
+        assert m is not None, "printed by wrap.bad_values"
+        node = decode(variant.names[m[1]])
+        wrote, read = ([n for n in names.split(", ") if n] for names in (m[2], m[3]))
+        names = _list(map(_text, [*wrote, *read]))
+        flag, origins = _flag(bad_values.infinite_by_itself(node)), "".join(bad_values.origins_of(node))
+        return f"{{{_bytes(bad_values.step_of(node))}, {names}, {len(wrote)}, {flag}, {_bytes(origins)}}}"
+
+    def _recorded(self, variant: PackagedVariant) -> bool:
+        return bool(self.m.options.get("cuda_graphs")) and not variant.unrecorded and variant.arch != "cpu"
 
     def _kernel(self, name: str, k: manifest.KernelEntry | None) -> str:
         if k is None:  # for an empty tensor
@@ -397,11 +415,15 @@ def _why(function: str) -> str:
 
 def _object(data: Any) -> str:
     x = decode(data)
-    if isinstance(x, (bool, int)):
-        return f"integer({int(x)})"
+    if isinstance(x, bool):
+        return f"truth({_flag(x)})"
+    if isinstance(x, int):
+        return f"integer({x})"
     if isinstance(x, float):
         return f"number({number(x)})"
-    raise PackageError(f"one of its results is {x!r:.200}, which is no tensor and no number: C++ has no such value")
+    if isinstance(x, str) and "\0" not in x:
+        return f"words({_bytes(x)})"
+    raise PackageError(f"one of its results is {x!r:.200}: it must be a tensor, a number or text to be a value in C++")
 
 
 def _dtype(name: str) -> str:
@@ -412,6 +434,12 @@ def _dtype(name: str) -> str:
 
 def _text(s: str) -> str:
     return json.dumps(s)
+
+
+def _bytes(s: str) -> str:
+    """A C literal of its UTF-8."""
+    plain = {*range(32, 127)} - {*b'"\\?'}
+    return '"' + "".join(chr(b) if b in plain else f"\\{b:03o}" for b in s.encode()) + '"'
 
 
 def _flag(b: bool) -> str:

@@ -201,7 +201,8 @@ class Inspection:
         heads = ("variant", "generation", "made for", "kernels", "their bytes", "host code", "workspace", "needs")
         found = ((v.arch, d, size) for v in self.manifest.variants for d, size in v.arena.items())
         arenas = [f"{arch}: an arena of {size} bytes on {d}" for arch, d, size in found]
-        note = "\n".join(["Sizes in bytes. Variants with the same host code share it.", *map(_clean, arenas)])
+        said = [f"{v.arch}: calls are not recorded: {v.unrecorded}" for v in self.manifest.variants if v.unrecorded]
+        note = "\n".join(["Sizes in bytes. Variants with the same host code share it.", *map(_clean, [*arenas, *said])])
         return _table("variants", heads, rows, note)
 
     def _needs(self, v: PackagedVariant) -> str:

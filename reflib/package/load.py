@@ -125,7 +125,13 @@ class Model:
             libraries.close()
             raise
         self._state, self._convention = state, convention
-        self._exported = ExportedCallable(convention, state, Wrapped(lambda: graph, checks_inputs=True), program.names)
+        call, recorded = Wrapped(lambda: graph, checks_inputs=True), None
+        if about.options.get("cuda_graphs"):
+            from .recorded import recorded_calls
+
+            recorded = recorded_calls(graph, convention, variant, device, f"the model of {self.path.name}")
+        given = (lambda: recorded, recorded) if recorded is not None else (None, None)
+        self._exported = ExportedCallable(convention, state, call, program.names, *given)
         self.__signature__ = self._exported.__signature__
         self.__call__ = _untraced(self._exported.open())
         _untraced(self._exported._slow)  # the slow path of the line above
@@ -181,6 +187,7 @@ class Model:
                 torch.cuda.synchronize(self.device)  # a stream may still read the weights, or run the code
         finally:
             if exported is not None:
+                exported.close()
                 exported.__call__ = gone  # breaks its cycle with the entry that it chose
             self._state = {}
             self._file.close()

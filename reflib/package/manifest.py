@@ -90,6 +90,7 @@ class PackagedVariant:
         kind of device of each.
     cpu: features of the processor that its CPU kernels use. driver: for PTX, the least version of the CUDA driver, and
         its branch.
+    unrecorded: with the option ``cuda_graphs``, why its calls are not recorded; "": they are.
     workspace: bytes of temporaries and results at once, at the exported sizes. arena: by device, the bytes allocated
         for all that only kernels touch, as a formula of the sizes (with the option ``arena``).
     """
@@ -111,6 +112,7 @@ class PackagedVariant:
     constants: tuple[tuple[str, str], ...] = ()
     cpu: tuple[str, ...] = ()
     driver: tuple[int, str] | None = None
+    unrecorded: str = ""
     workspace: int = 0
     arena: dict[Word, str] = field(default_factory=dict)
 

@@ -48,7 +48,7 @@ def check_nan(node: KernelNode | Extern, wrote: Sequence[Any], read: Sequence[An
         if not what:
             continue
         before = [(b, bad, x) for b, x in zip(others, read) if (bad := _bad(x))]
-        if what == "NaN" or not (before or _infinite_by_itself(node)):
+        if what == "NaN" or not (before or infinite_by_itself(node)):
             before = [(b, bad, x) for b, bad, x in before if what == bad or bad == "NaN"]
             raise BadValue(_message(node, name, what, t, before), [name, *(b for b, _, _ in before)])
 
@@ -62,7 +62,7 @@ def _bad(t: Any) -> str:
     return "NaN" if bool(torch.isnan(t).any()) else "infinity"
 
 
-def _infinite_by_itself(node: KernelNode | Extern) -> bool:
+def infinite_by_itself(node: KernelNode | Extern) -> bool:
     if isinstance(node, Extern):
         values = torch.utils._pytree.tree_leaves((node.args, dict(node.kwargs)))
     else:
@@ -73,18 +73,26 @@ def _infinite_by_itself(node: KernelNode | Extern) -> bool:
 
 
 def _message(node: KernelNode | Extern, name: str, what: str, t: torch.Tensor, before: Sequence[Any]) -> str:
-    called = f"call {node.target}" if isinstance(node, Extern) else f"kernel {node.name}"
-    lines = [f"check_nan: {called} wrote {what} into {name} {tuple(t.shape)}, first at {_first(t, what)}"]
+    lines = [f"check_nan: {step_of(node)} wrote {what} into {name} {tuple(t.shape)}, first at {_first(t, what)}"]
     for b, bad, x in before:
         lines.append(f"it was there before: {b}, which this reads, has {bad} first at {_first(x, bad)}")
     if not before:
         passed = "" if node.reads() else " (none)"
         lines.append(f"what it only reads has no {what}{passed}")
-    ops: dict[str, dict[str, None]] = {}  # by the user's line: the first bad value may come from any of a kernel's
+    return "\n  ".join(lines) + "".join(origins_of(node))
+
+
+def step_of(node: KernelNode | Extern) -> str:
+    return f"call {node.target}" if isinstance(node, Extern) else f"kernel {node.name}"
+
+
+def origins_of(node: KernelNode | Extern) -> list[str]:
+    """Lines: its ops, by the user's line: the first bad value may come from any of a kernel's."""
+    ops: dict[str, dict[str, None]] = {}
     for o in node.origins:
         ops.setdefault(o.source, {})[o.op] = None
     origins = [f"{', '.join(found)}{f' at {source}' if source else ''}" for source, found in ops.items()]
-    return "\n  ".join([*lines, *origins[:LINES], *(["..."] if len(origins) > LINES else [])])
+    return [f"\n  {line}" for line in (*origins[:LINES], *(["..."] if len(origins) > LINES else []))]
 
 
 def _first(t: torch.Tensor, what: str) -> list[int]:

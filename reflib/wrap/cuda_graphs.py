@@ -19,7 +19,12 @@ for what another stream reads before it is released.)
 All other memory, which holds nothing between two replays, is one *pool* for all recordings of a stream, of whatever
 function, forward or backward: replays on a stream follow one another, so no rule of who is alive is needed. For that
 results must not be in the pool: recorded is a wrapper that is given them (``with_results``). Where a call returns a
-result itself (convolution, attention), that recording has a pool of its own.
+result itself (convolution, attention), that recording has a pool of its own; so has each of a loaded package, in whose
+file there is no such wrapper.
+
+Dynamo's guards come before a call of what ``torch.compile`` made; nothing comes before that of an exported program or a
+package. Its recordings check the arguments themselves (``Inputs.unchecked``), and only a call whose arguments the slow
+path has checked is recorded.
 
 A pool has a stream of its own too, on which recordings are made: PyTorch frees cuBLAS's workspace of a stream when any
 graph recorded on it ends (pytorch issue 193402), so graphs of one stream must end together, or keep the same pool.
@@ -38,7 +43,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,10 +140,12 @@ RECORDER = Recorder()
 
 
 class Graphed:
-    """A compiled graph: ``call`` until tuning has ended, then it, or a chain of its parts, with recordings."""
+    """A compiled graph: ``call`` until tuning has ended, then it, or a chain of its parts, with recordings.
+    ``unchecked``: inputs that nothing looks at before, of an exported program; what replays it is then ``recorded``."""
 
     def __init__(self, call: Call, stages: Any, parts: Sequence[Part]):
         self._call, self._stages, self._parts = call, stages, parts
+        self.unchecked: frozenset[int] = frozenset()
         self._background = getattr(stages.call, "background", None)
         self._run: Call | None = None
 
@@ -148,13 +156,18 @@ class Graphed:
             self._run = self._made()
         return self._run(args)
 
+    @property
+    def recorded(self) -> Recorded | None:
+        return self._run if isinstance(self._run, Recorded) else None
+
     def _made(self) -> Call:
         stages, parts, name = self._stages, self._parts, self._stages.graph.name
         if self._background is not None and self._background.state == "swapped":
             stages = self._background.tuned
             parts = cut(stages.scheduled, RECORDER.kind, stages)
         if len(parts) == 1:
-            return Recorded(self._call, stages.scheduled, name, partial(_given_results, stages), f"the {name} graph")
+            make, what = partial(_given_results, stages), f"the {name} graph"
+            return _recorded(self._call, stages.scheduled, name, make, what, self.unchecked)
         try:
             return _chain(stages, parts, name)
         except Exception as e:  # it runs as it did
@@ -178,8 +191,16 @@ def _chain(stages: Any, parts: Sequence[Part], name: str) -> Call:
     calls: list[Call] = [build(p.program, options, stages) for p in parts]
     for k, p in enumerate(parts):
         if p.recorded:
-            calls[k] = Recorded(calls[k], p.program, name, make, f"part {k + 1} of the {name} graph")
+            calls[k] = _recorded(calls[k], p.program, name, make, f"part {k + 1} of the {name} graph")
     return Chain(stages.scheduled, parts, calls)
+
+
+def _recorded(
+    call: Call, program: Program, name: str, make: Callable[[Program], Call], what: str,
+    unchecked: frozenset[int] = frozenset(),
+) -> Recorded:  # fmt: skip
+    inputs = inputs_of(program, unchecked)
+    return Recorded(call, inputs, what, MOVES.get(name, 2), Results.of(program, make))
 
 
 class Recording:
@@ -190,7 +211,7 @@ class Recording:
 
     def __init__(
         self, call: Call, args: list, copied: list[int], results: list[torch.Tensor], lane: Any, shared: bool,
-        sized: bool,
+        inputs: Inputs,
     ):  # fmt: skip
         held = [_room(args[i]) for i in copied]
         into = [t for t, _ in held]
@@ -204,26 +225,30 @@ class Recording:
         del outputs, mine, held
         counts = tuple((s._cdata, use_count(s._cdata), s) for s in storages)  # (they count themselves: kept)
         copy = (lambda given: torch._foreach_copy_(into, [_flat(given[i]) for i in copied])) if into else None
-        self.quick = self._quick(args, copied, counts, copy, replay, made, sized)
+        self.quick = self._quick(args, copied, counts, copy, replay, made, inputs, call)
         self.run = self.quick or _run(_fixed(args, copied), counts, copy, replay, made)
         owned = {s.data_ptr() for s in storages}
         OWNED.update(owned)
         weakref.finalize(self, OWNED.difference_update, owned)
 
     def _quick(
-        self, args: list, copied: list[int], counts: tuple, copy: Any, replay: Any, made: tuple, sized: bool
+        self, args: list, copied: list[int], counts: tuple, copy: Any, replay: Any, made: tuple, inputs: Inputs,
+        call: Call,
     ) -> Callable[[list], Any] | None:  # fmt: skip
         make = host.replays()
         if make is None:
             return None
-        tensors = [isinstance(x, torch.Tensor) for x in args]
-        kinds = bytes(b"nfc"[t + (i in copied)] for i, t in enumerate(tensors))
+        letters = dict.fromkeys(inputs.numbers, "n") | dict.fromkeys(inputs.tensors, "f") | dict.fromkeys(copied, "c")
+        kinds = "".join(letters.get(i, "-") for i in range(len(args))).encode()
         fixed = dict(_fixed(args, copied))
-        wanted = tuple((*x.shape, *x.stride()) if t and sized else None if t else x for t, x in zip(tensors, args))
-        device = next(x.device for x, t in zip(args, tensors) if t)
+        sized = inputs.dynamic or inputs.unchecked
+        wanted = tuple(
+            x if not isinstance(x, torch.Tensor) else (*x.shape, *x.stride()) if sized else None for x in args
+        )
+        like = tuple(x if i in inputs.unchecked else None for i, x in enumerate(args))
         return make(
-            kinds, tuple(fixed.get(i, 0) for i in range(len(args))), wanted, use_count, counts, copy, replay, made,
-            *RECORDER.place(device),
+            kinds, tuple(fixed.get(i, 0) for i in range(len(args))), wanted, like, use_count, counts, copy, replay,
+            made, call, *RECORDER.place(inputs.device),
         )  # fmt: skip
 
 
@@ -251,36 +276,103 @@ def _run(
     return run
 
 
-class Recorded:
-    """A compiled program, ``call``, of which recordings are made and replayed. ``given_results``: builds one that is
-    given memory for its results; that is recorded, in the shared pool. ``what``: it, for messages."""
+@dataclass(frozen=True)
+class Inputs:
+    """What is known of a program's inputs, by their positions. ``written``: tensors that it writes to. ``dynamic``: do
+    their sizes differ? ``unchecked``: those of a caller that nothing looks at before. (What is neither a tensor nor a
+    number is not read.)"""
 
-    def __init__(self, call: Call, program: Program, name: str, given_results: Callable[[Program], Call], what: str):
-        self._call, self._what, self._build = call, what, given_results
-        self._inputs = program.inputs
-        self._tensors = [i for i, x in enumerate(program.inputs) if x in program.buffers]
-        self._numbers = [i for i in range(len(program.inputs)) if i not in self._tensors]
-        written = {b for n in program.nodes for b in n.writes()}
-        self._written = {i for i in self._tensors if program.inputs[i] in written}
-        self._dynamic = any(e.symbols() for i in self._tensors for e in program.buffers[program.inputs[i]].shape)
-        self._device = next(b.device for b in program.buffers.values())
-        self._most = MOVES.get(name, 2)
-        self._moves, self._last = dict.fromkeys(self._tensors, 0), {}  # type: tuple[dict[int, int], dict[int, int]]
-        self._lets, kept = bind_symbols(program), program.output_buffers()
-        other = any(b.kind == "temp" and b.name not in kept for b in program.buffers.values())
-        self._given = with_results(program) if other else None  # (else there is nothing to be shared)
+    tensors: tuple[int, ...]
+    numbers: tuple[int, ...]
+    written: frozenset[int]
+    dynamic: bool
+    device: torch.device
+    unchecked: frozenset[int] = frozenset()
+
+
+def inputs_of(program: Program, unchecked: frozenset[int] = frozenset()) -> Inputs:
+    tensors = tuple(i for i, x in enumerate(program.inputs) if x in program.buffers)
+    numbers = tuple(i for i in range(len(program.inputs)) if i not in tensors)
+    writes = {b for n in program.nodes for b in n.writes()}
+    written = frozenset(i for i in tensors if program.inputs[i] in writes)
+    dynamic = any(e.symbols() for i in tensors for e in program.buffers[program.inputs[i]].shape)
+    unchecked = unchecked.intersection((*tensors, *(i for i in numbers if isinstance(program.inputs[i], Sym))))
+    return Inputs(tensors, numbers, written, dynamic, next(b.device for b in program.buffers.values()), unchecked)
+
+
+class Results:
+    """A program that is given memory for its results, after its inputs. ``make``: builds it, at its first call."""
+
+    def __init__(self, program: Program, results: Sequence[Any], make: Callable[[Program], Call], given: Program):
+        self._inputs, self._lets, self._results = program.inputs, bind_symbols(program), results
+        self._make, self._given, self._call = make, given, None  # type: tuple[Any, Program, Call | None]
+
+    @staticmethod
+    def of(program: Program, make: Callable[[Program], Call]) -> Results | None:
+        """None where it cannot be, or nothing would be shared."""
+        kept = program.output_buffers()
+        if not any(b.kind == "temp" and b.name not in kept for b in program.buffers.values()):
+            return None
+        found = with_results(program)
+        return None if found is None else Results(program, found[1], make, found[0])
+
+    def call(self, args: list) -> Sequence[Any]:
+        if self._call is None:
+            self._call = self._make(self._given)
+        return self._call(args)
+
+    def alone(self, args: list) -> Sequence[Any]:
+        return self.call([*args, *self.memory(args)])
+
+    def memory(self, args: list) -> list[torch.Tensor]:
+        of = dict(zip(self._inputs, args))
+        sizes = {x: of[x] for x in of if isinstance(x, Sym)}
+        for let in self._lets:
+            sizes[let.sym] = (getattr(of[let.buffer], let.what)(let.dim) - let.plus) // let.times
+        known = [[[int(e.evaluate(sizes)) for e in es] for es in (b.shape, b.strides)] for b in self._results]
+        return [torch.empty_strided(*n, dtype=b.dtype, device=b.device) for n, b in zip(known, self._results)]
+
+
+class Recorded:
+    """A compiled program, ``call``, of which recordings are made and replayed. ``given``: it, given memory for its
+    results; that is recorded, in the shared pool. ``what``: it, for messages. ``most``: an input that has moved so
+    often is copied. ``quick``: replays the last recording, if that fits; else it returns None."""
+
+    def __init__(self, call: Call, inputs: Inputs, what: str, most: int = 2, given: Results | None = None):
+        self._call, self._what, self._given, self._most = call, what, given, most
+        self.inputs = inputs
+        self._moves, self._last = dict.fromkeys(inputs.tensors, 0), {}  # type: tuple[dict[int, int], dict[int, int]]
         self.recordings: dict[tuple, list[Recording]] = {}
         self._lanes: dict[int, Any] = {}  # per stream
-        self._quick: Callable[[list], Any] = _none  # of the recording that was replayed last
+        self.quick: Callable[[list], Any] = _none
         self._calls: dict[tuple, int] = {}  # of signatures, before they are recorded
         self.failed = False  # to be recorded: no further try
         self._lock, self._said = threading.Lock(), set()  # type: tuple[Any, set[str]]
 
     def __call__(self, args: list) -> Sequence[Any]:
-        outputs = self._quick(args)
+        outputs = self.quick(args)
         if outputs is None:
             outputs = self._slow(args)
         return outputs
+
+    @property
+    def settled(self) -> bool:
+        """Will there be no further recording?"""
+        open_ = self.inputs.dynamic or self.inputs.numbers
+        return self.failed or (not open_ and any(len(r) >= RECORDINGS for r in self.recordings.values()))
+
+    def close(self) -> None:
+        """Give the recordings back. Results that somebody holds stay."""
+        self.recordings, self.quick, self.failed = {}, _none, True
+
+    def again(self, args: list) -> Sequence[Any] | None:
+        """The result of any recording that fits, for inputs that it checks itself."""
+        for recordings in [*self.recordings.values()]:
+            for recording in recordings:
+                if recording.quick is not None and (outputs := recording.quick(args)) is not None:
+                    self.quick = recording.quick
+                    return outputs
+        return None
 
     def _slow(self, args: list) -> Sequence[Any]:
         if self.failed or RECORDER.is_busy() or not self._lock.acquire(blocking=False):  # another thread's turn
@@ -293,20 +385,20 @@ class Recorded:
 
     def _replayed(self, args: list) -> Sequence[Any] | None:
         """What a recording returns for this call, maybe a new one; None: it is to run as without recordings."""
-        key = (RECORDER.stream(self._device), *[args[i] for i in self._numbers])
-        if self._dynamic:
-            key += tuple(args[i].shape for i in self._tensors)
+        key = (RECORDER.stream(self.inputs.device), *[args[i] for i in self.inputs.numbers])
+        if self.inputs.dynamic:
+            key += tuple(args[i].shape for i in self.inputs.tensors)
         recordings = self.recordings.get(key, ())
         for recording in recordings:
             if (outputs := recording.run(args)) is not None:
-                self._quick = recording.quick or _none
+                self.quick = recording.quick or _none
                 return outputs
         number = self._calls.pop(key, 0)
         self._calls = dict([*self._calls.items()][-4 * SIGNATURES :]) | {key: number + 1}
         may = self._may_record(number, recordings, args)
         try:
             if number == 1 and self._given is not None:
-                call: Call | None = self._into  # loads its kernels
+                call: Call | None = self._given.alone  # loads its kernels
             else:
                 call = self._new(key, args).run if may else None
         except Exception as e:  # it runs as it did
@@ -318,7 +410,7 @@ class Recorded:
     def _may_record(self, number: int, recordings: Sequence[Recording], args: list) -> bool:
         """Not in the first calls, and not before it is known which inputs move. ``number``: of earlier calls like it
         (sizes that differ at every call are not worth a recording each)."""
-        last, self._last = self._last, {i: args[i].data_ptr() for i in self._tensors}
+        last, self._last = self._last, {i: args[i].data_ptr() for i in self.inputs.tensors}
         moved = [i for i in self._may_be_copied(args) if last and last.get(i) != self._last[i]]
         for i in moved:
             self._moves[i] += 1
@@ -329,39 +421,21 @@ class Recorded:
         return bool(recordings) or len(self.recordings) < SIGNATURES or self._no(f"{SIGNATURES} other sizes have some")
 
     def _may_be_copied(self, args: list) -> list[int]:
-        places = {i: args[i].untyped_storage().data_ptr() for i in self._tensors}
-        stay = OWNED | {places[i] for i in self._written}
+        places = {i: args[i].untyped_storage().data_ptr() for i in self.inputs.tensors}
+        stay = OWNED | {places[i] for i in self.inputs.written}
         return [i for i, place in places.items() if place not in stay]
 
     def _new(self, key: tuple, args: list) -> Recording:
         copied = [i for i in self._may_be_copied(args) if self._moves[i] >= self._most]
-        shared = self._given is not None
-        if key[0] not in self._lanes:
-            self._lanes[key[0]] = RECORDER.lane(self._device, shared)
-        call, results = (self._with_results, self._results(args)) if shared else (self._call, [])
-        recording = Recording(call, args, copied, results, self._lanes[key[0]], shared, self._dynamic)
+        given, stream = self._given, key[0]
+        if stream not in self._lanes:
+            self._lanes[stream] = RECORDER.lane(self.inputs.device, given is not None)
+        lane = self._lanes[stream]
+        with torch.inference_mode(False), torch.no_grad():  # its results serve calls in any mode
+            call, results = (self._call, []) if given is None else (given.call, given.memory(args))
+            recording = Recording(call, args, copied, results, lane, given is not None, self.inputs)
         self.recordings.setdefault(key, []).append(recording)
         return recording
-
-    # -- a wrapper that is given memory for its results ---------------------------------------------
-    @cached_property
-    def _with_results(self) -> Call:
-        assert self._given is not None
-        return self._build(self._given[0])
-
-    @property
-    def _into(self) -> Call:
-        call = self._with_results
-        return lambda args: call([*args, *self._results(args)])
-
-    def _results(self, args: list) -> list[torch.Tensor]:
-        assert self._given is not None
-        of = dict(zip(self._inputs, args))
-        sizes = {x: of[x] for x in of if isinstance(x, Sym)}
-        for let in self._lets:
-            sizes[let.sym] = (getattr(of[let.buffer], let.what)(let.dim) - let.plus) // let.times
-        known = [[[int(e.evaluate(sizes)) for e in es] for es in (b.shape, b.strides)] for b in self._given[1]]
-        return [torch.empty_strided(*n, dtype=b.dtype, device=b.device) for n, b in zip(known, self._given[1])]
 
     def _no(self, why: str) -> bool:
         if why not in self._said:

@@ -26,7 +26,9 @@ class ExportedCallable:
     gradients and autocast, as it was compiled.
 
     ``weights``: the tensors that the convention names. ``call`` may be a ``wrap.Wrapped``, loaded at the first call.
-    ``names``: of the positional arguments, for ``inspect.signature``."""
+    ``names``: of the positional arguments, for ``inspect.signature``. ``recorded``: returns the
+    ``cuda_graphs.Recorded`` of ``call``, once there is one: the fast path then replays; the slow path, which calls
+    ``records``, makes recordings."""
 
     # A slot: Python calls its value with no function in between.
     __slots__ = ("__call__", "__dict__", "__weakref__")
@@ -34,10 +36,11 @@ class ExportedCallable:
 
     def __init__(
         self, convention: Convention, weights: Mapping[str, Any], call: Callable[[list], Any],
-        names: Sequence[str] = (),
+        names: Sequence[str] = (), recorded: Callable[[], Any] | None = None, records: Any = None,
     ):  # fmt: skip
         self.convention, self._weights = convention, weights
         self._call: Any = call
+        self._recorded, self._records = recorded, records
         self._state = [weights[name] if name else None for name in convention.inputs]
         self._given = [i for i, name in enumerate(convention.inputs) if not name]
         self._at = {a.name: i for i, a in enumerate(convention.arguments)}
@@ -65,26 +68,33 @@ class ExportedCallable:
         c = self.convention
         now: Callable[..., Any] = self._slow
         after = self._given == list(range(len(c.inputs) - len(self._given), len(c.inputs)))  # the weights
-        if after and getattr(self._call, "checks_inputs", False) and host.has_entries():
-            now = self._fast(self._call.load())
+        checks = getattr(self._call, "checks_inputs", False)
+        if after and (checks or self._recorded) and host.has_entries():
+            now = self._fast(self._call.load() if checks else None)
+        self._call = self._records or self._call
         self.__call__ = now
         return now
 
+    def close(self) -> None:
+        if self._recorded is not None and (recorded := self._recorded()) is not None:
+            recorded.close()
+
     # -- the fast path ------------------------------------------------------------------------------
-    def _fast(self, graph: Callable[[list], tuple]) -> Callable[..., Any]:
+    def _fast(self, graph: Callable[[list], tuple] | None) -> Callable[..., Any]:
         c, entry = self.convention, host.entry
         head = [self._weights[name] for name in c.inputs if name]
         kinds = "".join(map(_kind, c.arguments)).encode()
+        names: dict[str, Any] = {"apart": self._apart, "slow": self._slow, "refused": _refused}
+        names |= {"may_write": self._may_write, "written": torch.autograd.graph.increment_version}
         positional = c.in_spec == pytree.tree_structure((tuple(kinds), {})) and b"-" not in kinds
         returned = all(o.kind == "result" for o in c.outputs)
-        if positional and returned and not c.written:
+        if graph is not None and positional and returned and not c.written and self._recorded is None:
             if c.out_spec.is_leaf():
                 return entry(graph, head, kinds, True, self._slow)
             if c.out_spec == pytree.tree_structure(tuple(c.outputs)):
                 return entry(graph, head, kinds, False, self._slow)
-        names: dict[str, Any] = {"apart": self._apart, "slow": self._slow, "refused": _refused}
-        names["run"] = entry(graph, head, kinds, False, lambda *args: _refused)
-        names |= {"may_write": self._may_write, "written": torch.autograd.graph.increment_version}
+        run = entry(graph, head, kinds, False, _refuse) if graph is not None else _refuse
+        names["run"] = run if self._recorded is None else _replaying(self._recorded, head, run)
         exec(compile(self._printed(names), "<reflib call>", "exec"), names)
         return names["call"]
 
@@ -199,6 +209,29 @@ def _limits(s: Source, least: int | None, most: int | None) -> str:
 
 
 _refused = object()  # returned by a call that must take the slow path
+
+
+def _refuse(*args: Any) -> Any:
+    return _refused
+
+
+def _replaying(of: Callable[[], Any], head: list[Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``plain``, but what was recorded is replayed. Where nothing fits, the slow path checks the arguments, so that
+    only a good call is recorded."""
+
+    def run(*args: Any) -> Any:
+        recorded = of()
+        if recorded is None:
+            return _refused
+        inputs = [*head, *args]
+        outputs = recorded.quick(inputs)
+        if outputs is None:
+            outputs = recorded.again(inputs)
+        if outputs is None:
+            return plain(*args) if recorded.settled else _refused
+        return outputs
+
+    return run
 
 
 def _kind(a: Argument) -> str:

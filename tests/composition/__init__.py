@@ -3,8 +3,8 @@
 ``FEATURES`` maps a feature's name to ``feature(device, wrapper)``, which compiles, calls and compares with eager. A
 column is one more ``wrapper``, a row one more function. ``CUDA_FEATURES`` are those that only a GPU has. The column
 "package" is no wrapper of its own: the function goes through a file (``packaged.py``); in the column "exported" through
-the C++ project that is made of the file (``in_cpp.py``). What has no meaning there is in ``NOT_IN_PACKAGES`` and
-``NOT_EXPORTED``, with the reason, and what happens instead.
+the C++ project that is made of the file (``in_cpp.py``). What is not applicable there is in ``NOT_IN_PACKAGES`` and
+``NOT_EXPORTED``, with the reason, and what happens instead: three rows.
 """
 
 from pathlib import Path

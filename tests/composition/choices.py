@@ -10,6 +10,8 @@ from reflib.ir.program import Variants, kernel_variants
 from reflib.lab import told_times
 from reflib.pipeline import tunings
 from tests.checking import check
+from tests.composition.ops import SHIMS, product_in_c
+from tests.composition.packaged import Packaged
 from tests.composition.table import (
     IN_A_FILE,
     OPS,
@@ -74,11 +76,17 @@ def choices_in_branches_and_loops(device: str, wrapper: str) -> None:
     assert not any("product" in str(x.target) for x in c.externs)
 
 
+def called_op(wrapper: str) -> tuple[Any, dict[str, Any]]:
+    """A product that is called itself too, and options: exported C++ calls its function in C."""
+    return (product_in_c(), {"c_shims": SHIMS}) if wrapper == "exported" else (product_op(), {})
+
+
 @feature
 def a_registered_op_without_tuning(device: str, wrapper: str) -> None:
-    op = product_op()
+    op, shims = called_op(wrapper)
     reflib.register_custom_op_autotuning(op, configs=[split_k])
-    c = same(lambda a, b: torch.relu(op(a, b)), wrapper, randn(16, 64, device=device), randn(64, 8, device=device))
+    args = randn(16, 64, device=device), randn(64, 8, device=device)
+    c = same(lambda a, b: torch.relu(op(a, b)), wrapper, *args, **shims)
     assert len(c.externs) == 1
 
 
@@ -98,7 +106,7 @@ def decompose_k(device: str, wrapper: str) -> None:
 
 @feature
 def input_ranges(device: str, wrapper: str) -> None:
-    op = product_op()
+    op, shims = called_op(wrapper)
 
     def few(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
@@ -113,7 +121,7 @@ def input_ranges(device: str, wrapper: str) -> None:
     fn = lambda a, b: torch.relu(op(a, b)) + 1  # noqa: E731
     a = randn(32, 8, device=device)
     with told_times(lambda name, sizes: {"few": 1.0 + max(sizes.values()), "many": 100.0}.get(name, 1e6)):
-        c = compiled(fn, wrapper, autotune="blocking", dynamic=True)
+        c = compiled(fn, wrapper, autotune="blocking", dynamic=True, **shims)
         for n in (100, 3, 16, 17, 5000):
             check(fn, c, a, randn(8, n, device=device))
     # (where nothing says that the operands' depths agree, as in what torch.export captures, each has a fallback)
@@ -149,6 +157,8 @@ def tuning_in_workers(device: str, wrapper: str) -> None:
 
 @feature
 def tuning_in_the_background(device: str, wrapper: str) -> None:
+    if wrapper in IN_A_FILE:
+        return tuning_of_a_file(device, wrapper)
     ops = load_file(OPS)
     reflib.register_custom_op_autotuning(ops.product, configs=[ops.good])
     fn = lambda a, b: torch.relu(ops.product(a, b))  # noqa: E731
@@ -163,3 +173,19 @@ def tuning_in_the_background(device: str, wrapper: str) -> None:
     check(fn, f, a, b, times=2)
     assert is_in(wrapper, tuning.stages.wrapper)
     assert tuning.state == "swapped" or (device == "cuda" and tuning.state == "unchanged")  # there a guess may be best
+
+
+def tuning_of_a_file(device: str, wrapper: str) -> None:
+    """A package is there at once, and is replaced by a tuned one, which is what is loaded or exported from then on."""
+    fn = lambda a, b: torch.relu(a @ b) * 2  # noqa: E731
+    args = randn(16, 2048, device=device), randn(2048, 16, device=device) / 32
+    c = compiled(fn, wrapper, autotune="background", candidate_seconds=60.0)
+    assert isinstance(c, Packaged)
+    check(fn, c, *args)
+    options = c.options_in_file()
+    progress = reflib.wait_for_tuning(c.path, timeout=100)
+    assert progress.finished and not progress.failed and progress.decisions, progress
+    assert "autotune" not in options and c.options_in_file()["autotune"] == "blocking"
+    check(fn, c, *args)
+    c.again()
+    check(fn, c, *args, times=2)

@@ -132,6 +132,10 @@ def outputs_that_are_no_tensors(device: str, wrapper: str) -> None:
     c = compiled(f, wrapper, dynamic=True)
     for n, k in ((4, 3), (9, 5)):
         check(f, c, randn(n, 3, device=device), k)
+    g = lambda x, k: (x + k, 0.5, x.shape[0] ** 2 - k // 2, min(x.shape[0], k) % 5, 'é"\\?')  # noqa: E731
+    c = compiled(g, wrapper, dynamic=True)
+    for n, k in ((7, 4), (9, 50), (2, 2**30)):
+        check(g, c, randn(n, 3, device=device), k)
     # and from the graph itself, as torch.export leaves them
     program = torch.export.export(Numbers(), (randn(3, device=device),))
     got = compiled_program(program, wrapper)(randn(3, device=device))

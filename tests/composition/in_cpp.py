@@ -8,6 +8,7 @@ that are the same in every project once.
 import ctypes
 import functools
 import hashlib
+import itertools
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -27,9 +28,10 @@ from tests.composition.packaged import Packaged, called
 from tests.exported_cpp import CTensor, CValue, command
 
 TORCH = Path(torch.__file__).parent / "lib"
-SAME = ("model", "values", "gpu", "tensors", "tensors_torch")  # in all projects
+SAME = ("model", "values", "gpu", "graphs", "nan", "tensors", "tensors_torch")  # in all projects
 HEADERS = ("model.h", "runtime.h", "host.h", "wrapper.h", "cuda_driver.h")
-NONE, TENSOR, INT, FLOAT = range(4)
+NONE, TENSOR, INT, FLOAT, TEXT, TRUTH = range(6)
+count = itertools.count()  # of projects: no two libraries have one path
 
 
 class Failed(ReflibError, IndexError):
@@ -38,10 +40,11 @@ class Failed(ReflibError, IndexError):
 
 class Exported(Packaged):
     def load(self, device: str, args: Any, kwargs: Any) -> Callable[..., Any]:
-        folder = Path(self.folder.name, "project")
         if not self.path.exists():
             called.append(self)
             self.make(args, kwargs)
+        if not self.loaded:
+            folder = Path(self.folder.name, f"project{next(count)}")
             export_cpp(self.path, folder)
             self.library = _built(folder, [library()] if "c_shims" in self.options else [])
         with manifest.opened(self.path) as (_, about):
@@ -161,7 +164,13 @@ class _Model:
 
     def _result(self, v: CValue, blocks: list[tuple[int, torch.UntypedStorage]]) -> Any:
         if v.kind != TENSOR:
-            return {NONE: None, INT: v.integer, FLOAT: v.number}[v.kind]
+            made = {
+                INT: lambda: v.integer,
+                FLOAT: lambda: v.number,
+                TEXT: lambda: v.text.decode(),
+                TRUTH: lambda: bool(v.integer),
+            }
+            return made.get(v.kind, lambda: None)()
         t = v.tensor
         dtype, sizes, strides = self.dtypes[t.dtype], t.sizes[: t.dim], t.strides[: t.dim]
         device = "cpu" if t.device == -1 else self.device

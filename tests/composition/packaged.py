@@ -55,6 +55,13 @@ class Packaged:
         with remembered(self.stages):
             reflib.aot_compile(self.fn, path=self.path, archs=archs, **given, **self.options)
 
+    def again(self) -> None:
+        """The next call loads the file as it is then."""
+        self.loaded.clear()
+
+    def options_in_file(self) -> dict[str, Any]:
+        return manifest.read(archive.open(self.path).manifest).options
+
     @property
     def externs(self) -> list[Any]:
         return [n for s in self.stages for n in s.scheduled.nodes if isinstance(n, Extern)]  # type: ignore[union-attr]

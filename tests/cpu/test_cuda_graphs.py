@@ -1,9 +1,11 @@
 """``Options(cuda_graphs=True)``: which calls are recorded, what is copied, and whom outputs belong to. A CPU has no
 CUDA graphs: the recorder here replays a call into the memory of the recorded one, as a GPU would."""
 
+import copy
 import ctypes
 import logging
 import random
+import weakref
 
 import pytest
 import torch
@@ -144,7 +146,8 @@ def test_an_input_that_is_returned_keeps_its_dtype():
 def replay_of(kinds, wanted, args, launch=lambda: None, copy=None, outputs=(), counts=()):
     addresses = tuple(x.data_ptr() if k == "f" else 0 for k, x in zip(kinds, args))
     counted = cuda_graphs.use_count
-    return host.replays()(kinds.encode(), addresses, wanted, counted, counts, copy, launch, outputs, -1, 0)
+    like = (None,) * len(kinds)
+    return host.replays()(kinds.encode(), addresses, wanted, like, counted, counts, copy, launch, outputs, None, -1, 0)
 
 
 @pytest.mark.skipif(host.replays() is None, reason="no C extension")
@@ -373,3 +376,117 @@ def test_names_and_modes_of_torchinductor():
         reflib.Options.make(mode="fast")
     with pytest.raises(reflib.OptionError, match="did you mean 'wrapper'"):
         reflib.Options.make({"wraper": "cpp"})
+
+
+# -- exported programs, packages ------------------------------------------------------------------------
+class Counting(torch.nn.Module):
+    """Writes to a buffer and to an argument, returns one it wrote to, a view and a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(6, 4)
+        self.register_buffer("calls", torch.zeros(4))
+
+    def forward(self, x, total, *, by=2):
+        y = torch.softmax(self.fc(x) * by, -1)
+        self.calls.add_(1)
+        total.add_(y.sum(0))
+        return {"y": y + self.calls, "first": x[0], "total": total, "rows": x.shape[0]}
+
+
+def exported(folder, how, model, *args, dynamic=False):
+    """``how``: a package, or the wrapper of an exported program."""
+    sizes = {"x": {0: torch.export.Dim("n", min=2)}, "total": None, "by": None} if dynamic else None
+    if how == "package":
+        path = reflib.aot_compile(
+            model, args, folder / "m.reflib", ["cpu"], {"by": 3}, dynamic_shapes=sizes, cuda_graphs=True
+        )
+        return reflib.load(path)
+    program = torch.export.export(model, args, {"by": 3}, dynamic_shapes=sizes)
+    return reflib.compile(program, wrapper=how, cuda_graphs=True)
+
+
+HOW = ["package", "python", "cpp"]
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_exported_calls_are_recorded(recorder, tmp_path, how, dynamic):
+    """They are those of the model, whatever mode they are made in, and whoever keeps the results."""
+    model, rng = Counting().eval(), random.Random(0)
+    compiled = copy.deepcopy(model)
+    f = exported(tmp_path, how, compiled, torch.randn(5, 6), torch.zeros(4), dynamic=dynamic)
+    mine, theirs, kept = torch.zeros(4), torch.zeros(4), []
+    modes = torch.enable_grad, torch.no_grad, torch.inference_mode
+    for _ in range(60):
+        x = torch.randn(rng.choice([5, 7]) if dynamic else 5, 6)
+        with (mode := rng.choice(modes))():
+            got = f(x, mine, by=3)
+        with torch.no_grad():
+            want = model(x, theirs, by=3)
+        assert got["total"] is mine and got["rows"] == want["rows"] and got["first"].data_ptr() == x.data_ptr()
+        kept.append((got["y"], want["y"]))
+        kept = kept[-rng.randrange(1, 4) :]
+        for ours, eager in kept:
+            torch.testing.assert_close(ours, eager)
+        torch.testing.assert_close(mine, theirs)
+        assert mode is torch.inference_mode or not got["y"].is_inference()
+    assert 1 <= recorder.recorded <= 2 * cuda_graphs.RECORDINGS and recorder.replayed > 30
+    if how != "package":
+        return
+    changed = {name: torch.randn_like(t) for name, t in model.state_dict().items()}
+    f.load_constants(changed)
+    model.load_state_dict(changed)
+    x, before = torch.randn(5, 6), recorder.replayed
+    last, want = f(x, mine, by=3)["y"], model(x, theirs, by=3)["y"].detach()
+    assert recorder.replayed == before + 1
+    ends = [weakref.ref(r) for rs in f._exported._recorded().recordings.values() for r in rs]
+    f.unload()
+    assert ends and not any(end() for end in ends)
+    torch.testing.assert_close(last, want)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_recorded_call_looks_at_its_arguments(recorder, tmp_path, how):
+    """What it was not made for is refused as without recordings, and nothing runs; the next good call replays."""
+    f = exported(tmp_path, how, model := Counting(), torch.randn(5, 6), torch.zeros(4))
+    x, total = torch.randn(5, 6), torch.zeros(4)
+    for _ in range(5):
+        f(x, total, by=3)
+    wide = torch.empty(5 * 6, dtype=torch.float64)
+    bad = {
+        "argument x: dtype torch.int32": (x.view(torch.int32), total),
+        "argument x: dtype torch.float64": (wide.view(5, 6), total),
+        "argument x: size 4 in dimension 0": (x[:4], total),
+        "argument x: expected a tensor, got int": (3, total),
+        "is written to and shares memory with": (x, x.view(-1)[:4]),
+        "another structure": (x,),
+    }
+    calls = f._state["calls"] if how == "package" else model.calls
+    count, state = recorder.replayed, calls.clone()
+    for text, args in bad.items():
+        with pytest.raises(reflib.ReflibError, match=text):
+            f(*args, by=3)
+    with pytest.raises(reflib.ReflibError, match="argument by: it was exported with 3, got 4"):
+        f(x, total, by=4)
+    assert recorder.replayed == count and torch.equal(calls, state)
+    turned = torch.empty(6, 5).t().copy_(x)  # only other strides: copied
+    torch.testing.assert_close(f(turned, total.clone(), by=3)["y"], f(x, total.clone(), by=3)["y"] - 1)
+    f(x, total, by=3)
+    assert recorder.replayed > count
+
+
+def test_why_a_package_is_not_recorded(recorder, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("REFLIB_LOGS", "cuda_graphs")
+    caplog.set_level(logging.INFO, "reflib.cuda_graphs")
+
+    def around(x):
+        y = torch.softmax(x * 2, -1).sum(0).sort().values.cumsum(0)
+        i = torch.nonzero(y > 0.1)
+        return torch.softmax(x + i.sum(), 0).sort().values.cumsum(1).sin().sum()
+
+    f = reflib.load(reflib.aot_compile(around, (torch.randn(4, 4),), tmp_path / "a.reflib", ["cpu"], cuda_graphs=True))
+    x = torch.randn(4, 4)
+    for _ in range(4):
+        torch.testing.assert_close(f(x), around(x))
+    assert not recorder.recorded and "a.reflib are not recorded: " in caplog.text and "nonzero" in caplog.text

@@ -86,6 +86,14 @@ def test_a_gpu_that_is_not_there(asked: Asked) -> None:
         assert found[-1] == {"left": [0, 0, 0]}, "memory, machine code, contexts: all given back"
 
 
+def test_a_captured_call(asked: Asked) -> None:
+    """Its memory is no part of the graph, and is kept as long as the graph may be replayed: to the end."""
+    x = torch.randn(512, 32)
+    found = asked(x, x * torch.arange(32.0) + 1, count=512 * 32, captures=1)
+    assert {k for a in found for k in a if k in ("plain", "pool")} == {"plain"}
+    assert found[-1] == {"left": [0, 0, 0]}
+
+
 @pytest.mark.parametrize("gpu, variant", [(90, "sm_90"), (80, "sm_80"), (89, "sm_80"), (100, "ptx"), (120, "ptx")])
 def test_the_image_for_the_gpu(on_gpu: tuple[Path, Path], asked: Asked, gpu: int, variant: str) -> None:
     file = archive.open(on_gpu[0])
@@ -138,7 +146,6 @@ def test_shared_memory_and_text_alone(on_gpu: tuple[Path, Path], driver: Path, t
         ({"gpus": 0}, "there is no GPU 0; this machine has 0"),
         ({"bad": 209}, r"cannot load kernel k0_\w+: the stand-in says no \(CUDA_ERROR_STAND_IN, CUDA error 209\)"),
         ({"launch": 701}, r"step k0_\w+: cannot launch: the stand-in says no"),
-        ({"captures": 1}, "cannot be captured"),
     ],
 )  # fmt: skip
 def test_errors_of_the_driver(asked: Asked, env: dict[str, Any], says: str) -> None:
@@ -197,6 +204,43 @@ lib.reflib_free(ctypes.byref(x))  # later than the model
 """
 
 
+# Calls of a model whose calls are recorded: a letter each, "s" as before, "k" with the last result kept, "o" elsewhere.
+RECORDED = CALLS.partition("for odd in")[0] + """
+import torch
+y = lib.reflib_about_input(m, 0).example
+check(lib.reflib_new(m, stream, ctypes.byref(y)))
+def memory(v):
+    return torch.frombuffer((ctypes.c_float * (512 * 32)).from_address(v.tensor.data), dtype=torch.float32).view(512, 32)
+kept = []
+for how in sys.argv[2]:
+    x, y = (y, x) if how == "o" else (x, y)
+    memory(x).normal_()
+    out = Value()
+    check(lib.reflib_run(m, stream, ctypes.byref(x), 1, ctypes.byref(out), 1))
+    kept.append((out, memory(x) * torch.arange(32.0) + 1))
+    assert all(torch.equal(memory(v), want) for v, want in kept)
+    if how != "k":
+        lib.reflib_free(ctypes.byref(kept.pop()[0]))
+for v, _ in kept:
+    lib.reflib_free(ctypes.byref(v))
+lib.reflib_free(ctypes.byref(x)), lib.reflib_free(ctypes.byref(y)), lib.reflib_unload(m)
+"""
+
+
+def test_recorded_calls(driver: Path, tmp_path: Path) -> None:
+    """The second call like another is recorded; results are whose they are; everything is given back at the end."""
+    args = (torch.randn(512, 32),)
+    path = reflib.aot_compile(Scaled(), args, tmp_path / "g.reflib", ["sm_90"], ptx=False, cuda_graphs=True)
+    built = build(export_cpp(path, tmp_path / "p"))
+    env = {"STAND_IN_LOG": str(tmp_path / "log"), "LD_LIBRARY_PATH": str(driver), "STAND_IN_COUNT": str(512 * 32)}
+    for calls, graphs in (("ssss", 3), ("skks", 3), ("sosososo", 6), ("k" * 13, 8)):
+        command(sys.executable, "-c", RECORDED, built / "libg.so", calls, env=env)
+        asked = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+        assert sum("graph" in a for a in asked) == graphs and asked[-1] == {"left": [0, 0, 0]}
+        assert {a["graph"] for a in asked if "graph" in a} == {1}
+        assert sum("launch" in a and a["stream"] == 64 for a in asked) == len(calls), "each call once, on its stream"
+
+
 def test_wrappers_that_differ_counters_and_late_kernels(driver: Path, tmp_path: Path) -> None:
     """Variants with texts of their own, in one library; a split-K matmul needs counters that are zero; what is
     not aligned goes to kernels that are loaded then."""
@@ -226,6 +270,10 @@ def test_wrappers_that_differ_counters_and_late_kernels(driver: Path, tmp_path: 
         "each loaded once, if it is called"
     )
     assert {a["stream"] for a in asked if "launch" in a} == {64} and asked[-1] == {"left": [0, 0, 0]}
+    command(sys.executable, "-c", CALLS, built / "libm.so", env=env | {"STAND_IN_CAPTURES": "1"})
+    captured = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert sum("zeros" in a for a in captured) == 4, "in a graph each call has counters of its own"
+    assert not any("pool" in a for a in captured) and captured[-1] == {"left": [0, 0, 0]}
     for k in variant.kernels:
         assert not k.early or not set(launched) & {k.symbol} or {"early": [1, 6, 1]} in asked
 

@@ -22,12 +22,27 @@ struct Functions {
   CUresult (*MemFreeAsync)(void *, CUstream);
   CUresult (*GetDefaultMemPool)(void **, CUdevice);
   CUresult (*MemPoolSetAttribute)(void *, int, void *);
+  // from CUDA 11.3 on
+  CUresult (*StreamGetCaptureInfo)(CUstream, int *, uint64_t *, void *, void *, void *);
+  CUresult (*ThreadExchangeStreamCaptureMode)(int *);
+  // from CUDA 11.4 on
+  CUresult (*StreamCreate)(CUstream *, unsigned);
+  CUresult (*StreamDestroy)(CUstream);
+  CUresult (*StreamBeginCapture)(CUstream, int);
+  CUresult (*StreamEndCapture)(CUstream, void **);
+  CUresult (*GraphInstantiate)(void **, void *, unsigned long long);
+  CUresult (*GraphLaunch)(void *, CUstream);
+  CUresult (*GraphExecDestroy)(void *);
+  CUresult (*GraphDestroy)(void *);
 };
 const char *const names[] = {
     "cuDeviceGetCount", "cuDeviceGetName", "cuDeviceGetAttribute", "cuDriverGetVersion", "cuDevicePrimaryCtxRelease_v2",
     "cuMemAlloc_v2", "cuMemFree_v2", "cuMemcpyAsync", "cuMemsetD8Async", "cuStreamSynchronize", "cuMemAllocAsync",
-    "cuMemFreeAsync", "cuDeviceGetDefaultMemPool", "cuMemPoolSetAttribute"};
+    "cuMemFreeAsync", "cuDeviceGetDefaultMemPool", "cuMemPoolSetAttribute", "cuStreamGetCaptureInfo_v2",
+    "cuThreadExchangeStreamCaptureMode", "cuStreamCreate", "cuStreamDestroy_v2", "cuStreamBeginCapture_v2",
+    "cuStreamEndCapture", "cuGraphInstantiateWithFlags", "cuGraphLaunch", "cuGraphExecDestroy", "cuGraphDestroy"};
 enum { NEEDED = 10, COUNT = sizeof names / sizeof *names };
+enum { NON_BLOCKING = 1, THREAD_LOCAL = 1, RELAXED = 2 };  // a stream; modes of captures
 enum { MAJOR = 75, MINOR = 76, SHARED = 97, POOLS = 115, RELEASE_THRESHOLD = 4 };  // numbers in cuda.h
 
 Driver driver;
@@ -83,7 +98,9 @@ Gpu::Gpu(int number) : index(number) {
 Gpu::~Gpu() {
   {
     Current current(this);
+    if (lane) cuda.StreamDestroy((CUstream)lane);
     for (auto &k : kept) cuda.MemFree(k.second);
+    for (auto &c : captured) cuda.MemFree(c.first);
   }
   CUdevice device;
   if (!driver.DeviceGet(&device, index)) cuda.PrimaryCtxRelease(device);
@@ -100,10 +117,40 @@ Gpu::Current::~Current() {
 }
 
 // -- memory ------------------------------------------------------------------------------------------------------
+namespace {
+// While it lives, this thread may do what is no part of a CUDA graph although a stream is being captured.
+struct Relaxed {
+  int mode = RELAXED;
+  Relaxed() { exchange(); }
+  ~Relaxed() { exchange(); }
+  void exchange() {
+    if (cuda.ThreadExchangeStreamCaptureMode) cuda.ThreadExchangeStreamCaptureMode(&mode);
+  }
+};
+}  // namespace
+
+// A graph uses the same addresses at every replay, and nobody says when it is gone: what a captured call allocates is
+// freed with this object. What the call gives back serves the same capture again.
+void *Gpu::allocate_captured(size_t bytes, uint64_t capture) {
+  std::lock_guard<std::mutex> guard(lock);
+  void *memory = nullptr;
+  auto found = spare.find({capture, bytes});
+  if (found != spare.end()) {
+    memory = found->second;
+    spare.erase(found);
+    return memory;
+  }
+  Relaxed relaxed;
+  check(cuda.MemAlloc(&memory, bytes), "cannot allocate memory for a captured call");
+  captured[memory] = capture, has_captured = true;
+  return memory;
+}
+
 void *Gpu::allocate(size_t bytes, void *stream) {
   if (!bytes) return nullptr;
   void *memory = nullptr;
   Current current(this);
+  if (uint64_t capture = captures(stream)) return allocate_captured(bytes, capture);
   if (has_pool) {
     check(cuda.MemAllocAsync(&memory, bytes, (CUstream)stream), "cannot allocate memory");
     return memory;
@@ -122,6 +169,11 @@ void *Gpu::allocate(size_t bytes, void *stream) {
 void Gpu::release(void *memory, size_t bytes, void *stream) {
   if (!memory) return;
   Current current(this);
+  if (has_captured) {
+    std::lock_guard<std::mutex> guard(lock);
+    auto found = captured.find(memory);
+    if (found != captured.end()) return void(spare.insert({{found->second, bytes}, memory}));
+  }
   if (has_pool) {
     cuda.MemFreeAsync(memory, (CUstream)stream);
   } else {  // reused on the same stream only, so in order
@@ -138,14 +190,49 @@ void Gpu::zero(void *memory, size_t bytes, void *stream) {
 }
 void Gpu::wait(void *stream) { check(cuda.StreamSynchronize((CUstream)stream), "the GPU's work failed"); }
 
-bool Gpu::captures(void *stream) {
+uint64_t Gpu::captures(void *stream) {
   int status = 0;
-  return driver.StreamIsCapturing && !driver.StreamIsCapturing((CUstream)stream, &status) && status;
+  uint64_t capture = 0;
+  if (!driver.StreamIsCapturing || driver.StreamIsCapturing((CUstream)stream, &status) || !status) return 0;
+  if (!cuda.StreamGetCaptureInfo || !cuda.ThreadExchangeStreamCaptureMode)
+    fail("a call cannot be captured in a CUDA graph with this driver: CUDA 11.3 is needed");
+  check(cuda.StreamGetCaptureInfo((CUstream)stream, &status, &capture, nullptr, nullptr, nullptr), "the capture failed");
+  return capture;
+}
+
+bool Gpu::can_capture() const {
+  return driver.StreamIsCapturing && cuda.StreamGetCaptureInfo && cuda.ThreadExchangeStreamCaptureMode &&
+         cuda.StreamCreate && cuda.StreamDestroy && cuda.StreamBeginCapture && cuda.StreamEndCapture &&
+         cuda.GraphInstantiate && cuda.GraphLaunch && cuda.GraphExecDestroy && cuda.GraphDestroy;
+}
+
+void *Gpu::begin_capture() {
+  Current current(this);
+  if (!lane) check(cuda.StreamCreate((CUstream *)&lane, NON_BLOCKING), "cannot make a stream");
+  check(cuda.StreamBeginCapture((CUstream)lane, THREAD_LOCAL), "cannot begin a capture");
+  return lane;
+}
+
+void *Gpu::end_capture(void *stream) {
+  Current current(this);
+  void *graph = nullptr, *made = nullptr;
+  if (cuda.StreamEndCapture((CUstream)stream, &graph) || !graph) return nullptr;
+  if (cuda.GraphInstantiate(&made, graph, 0)) made = nullptr;
+  cuda.GraphDestroy(graph);
+  return made;
+}
+
+void Gpu::replay(void *graph, void *stream) { check(cuda.GraphLaunch(graph, (CUstream)stream), "cannot launch a graph"); }
+
+void Gpu::forget(void *graph) {
+  Current current(this);
+  cuda.GraphExecDestroy(graph);
 }
 
 // -- kernels -----------------------------------------------------------------------------------------------------
 void Gpu::load(Kernel &k, const KernelRow &row) {
   Current current(this);
+  Relaxed relaxed;
   if (CUresult r = driver_load(&driver, &k, row.image, row.symbol, -1))
     check(r, (std::string("cannot load kernel ") + row.name).c_str());
 }

@@ -164,6 +164,8 @@ int main(int count, char **words) {
   for (int i = 0; i < m; ++i) {
     if (out[i].kind == REFLIB_INT) printf("output %d: int %lld\n", i, (long long)out[i].integer);
     if (out[i].kind == REFLIB_FLOAT) printf("output %d: float %.17g\n", i, out[i].number);
+    if (out[i].kind == REFLIB_TRUTH) printf("output %d: %s\n", i, out[i].integer ? "true" : "false");
+    if (out[i].kind == REFLIB_TEXT) printf("output %d: text %s\n", i, out[i].text);
     if (out[i].kind == REFLIB_NONE) printf("output %d: none\n", i);
     if (out[i].kind != REFLIB_TENSOR) continue;
     const reflib_tensor &t = out[i].tensor;

@@ -40,6 +40,7 @@ struct reflib_model {
   std::mutex lock;
   std::map<void *, Words> words;  // by stream
   std::vector<std::pair<void *, Words>> old_words;
+  std::unique_ptr<Recordings> recordings;  // null: calls are not recorded
 
  private:
   void choose_variant(int number);
@@ -75,8 +76,18 @@ int32_t asked(Frame *frame, F f) {
   return caught(f) ? refused(frame, FAILED_DRIVER, last_error) : 0;
 }
 
-int32_t call_python(Host *host, Frame *frame, int32_t which, const Value *, int32_t, Value *, int32_t) {
-  const char *why = model_of(host)->variant->python[which];
+int32_t call_python(Host *host, Frame *frame, int32_t which, const Value *args, int32_t, Value *, int32_t) {
+  reflib_model *m = model_of(host);
+  if (m->variant->checks[which].what) {
+    std::string bad;
+    int32_t rc = asked(frame, [&] {
+      void *stream = nullptr;
+      if (m->gpu) torch().current_stream(m->gpu->index, &stream);
+      bad = bad_value(m->variant->checks[which], m->gpu, stream, args);
+    });
+    return rc || bad.empty() ? rc : refused(frame, FAILED_PYTHON, bad);
+  }
+  const char *why = m->variant->python[which];
   if (!why) return 0;
   const char *what = torch().what ? torch().what() : nullptr;
   return refused(frame, FAILED_PYTHON, std::string(why) + (what && *what ? std::string(": ") + what : ""));
@@ -95,12 +106,16 @@ int32_t load_kernel(Host *host, Frame *frame, int32_t i) {
 int32_t zero_words(Host *host, Frame *frame, int32_t, void *stream, int64_t count, void **words) {
   reflib_model *m = model_of(host);
   return asked(frame, [&] {
+    size_t bytes = 4096 * ((4 * (size_t)count + 4095) / 4096);
+    if (m->gpu->captures(stream)) {  // of this graph alone
+      *words = m->gpu->allocate(bytes, stream);
+      return m->gpu->zero(*words, bytes, stream);
+    }
     std::lock_guard<std::mutex> guard(m->lock);
     auto &w = m->words[stream];
     if (w.bytes < 4 * (size_t)count) {
       if (w.memory) m->old_words.push_back({stream, w});  // a call on the stream may still use it
       w = {};
-      size_t bytes = 4096 * ((4 * (size_t)count + 4095) / 4096);
       w.memory = m->gpu->allocate(bytes, stream), w.bytes = bytes;
       m->gpu->zero(w.memory, bytes, stream);
     }
@@ -165,6 +180,7 @@ reflib_model::reflib_model(const char *path, int number) : reflib_model() {
   host.symbols = symbols.data(), host.constants = constants.data();
   host.python = call_python, host.load = load_kernel, host.zeros = zero_words, host.launch = launch_kernel;
   host.drop = drop_input, host.gpu = gpu ? gpu->index : 0;
+  if (variant->recorded && gpu && gpu->can_capture()) recordings.reset(new Recordings(gpu));
 }
 
 // The rule of variant_for in reflib/package/architectures.py. A fatbin has all machine code of the package, so the
@@ -267,6 +283,7 @@ void reflib_model::load_kernels() {
 }
 
 reflib_model::~reflib_model() {
+  recordings.reset();
   for (Handle h : weights) torch().delete_handle(h);
   if (gpu) {
     Gpu::Current current(gpu.get());
@@ -327,9 +344,25 @@ void check_apart(const std::vector<Value> &in, size_t written) {
   }
 }
 
+// What a recording is of: the stream, and the caller's values.
+Recordings::Call call_of(void *stream, const std::vector<const reflib_value *> &given) {
+  Recordings::Call all{(int64_t)stream};
+  for (const reflib_value *v : given) {
+    if (!v) continue;
+    const reflib_tensor &t = v->tensor;
+    if (v->kind != REFLIB_TENSOR) {
+      all.push_back(v->integer);
+      continue;
+    }
+    all.insert(all.end(), {(int64_t)t.data, t.dtype, t.device, t.dim});
+    all.insert(all.end(), t.sizes, t.sizes + t.dim);
+    all.insert(all.end(), t.strides, t.strides + t.dim);
+  }
+  return all;
+}
+
 void run(reflib_model *m, void *stream, const reflib_value *given, reflib_value *outputs) {
   Scope scope(m->gpu, stream);
-  if (m->gpu && m->gpu->captures(stream)) fail("a call cannot be captured in a CUDA graph");
   Handles made;
   std::vector<Value> in(tables.inputs.size()), out(tables.outputs);
   std::vector<const reflib_value *> callers(in.size());
@@ -347,7 +380,14 @@ void run(reflib_model *m, void *stream, const reflib_value *given, reflib_value 
   }
   for (size_t w : tables.written) check_apart(in, w);
   Frame frame{};
-  int32_t rc = m->variant->call(&m->host, &frame, in.data(), out.data());
+  int32_t rc = 0;
+  auto recorded = [&](void *lane, Value *results) {
+    Scope on_lane(m->gpu, lane);
+    Frame own{};
+    return m->variant->call(&m->host, &own, in.data(), results);
+  };
+  if (!m->recordings || !m->recordings->run(stream, call_of(stream, callers), recorded, out))
+    rc = m->variant->call(&m->host, &frame, in.data(), out.data());
   for (Value &v : out)
     if (v.kind == VALUE_TENSOR) made.keep(v.tensor);
   if (rc) fail("%s", error_of(m, frame, callers).c_str());
@@ -355,6 +395,7 @@ void run(reflib_model *m, void *stream, const reflib_value *given, reflib_value 
   for (const Value &v : out) {
     if (v.kind == VALUE_TENSOR) results.push_back(described(v.tensor));
     else if (v.kind == VALUE_INT) results.push_back(integer(v.integer));
+    else if (v.kind == VALUE_BOOL) results.push_back(truth(v.integer));
     else if (v.kind == VALUE_FLOAT) results.push_back(number(v.number));
     else if (v.kind == VALUE_OBJECT) results.push_back(m->variant->objects[v.object]);
     else results.push_back(reflib_value{});

@@ -18,8 +18,12 @@
    GPUs, streams. A loaded model is on one GPU; load it once more for another. Calls on several streams may overlap.
    The work of a call, the memory of its results and the freeing of that memory are in the order of its stream: let
    another stream wait (an event) before it reads a result, and this one before the result is freed. So a stream must
-   live as long as results of its calls do. A fault on the GPU may be reported by a later call, as always in CUDA. A call
-   cannot be captured in a CUDA graph. Your thread's current context is restored.
+   live as long as results of its calls do. A fault on the GPU may be reported by a later call, as always in CUDA. Your
+   thread's current context is restored.
+
+   CUDA graphs. Calls may be captured, once a call like them has run: replays read the inputs where they were, and write
+   the results where they are. The memory of captured calls, results too, is freed when the model is unloaded and all
+   results of its calls are freed. (Of a model that calls PyTorch: capture as PyTorch does, its allocator knows how.)
 
    Lifetimes. A result may be a view: of an input, valid as long as that memory is; or of a weight, valid until
    reflib_unload, and changed by a call that writes to the weight. Copy it (reflib_copy) to keep it longer. All other
@@ -40,7 +44,7 @@ enum { /* dtypes, by PyTorch's numbers */
     REFLIB_FLOAT8_E4M3FNUZ = 26, REFLIB_UINT16 = 27, REFLIB_UINT32 = 28, REFLIB_UINT64 = 29
 };
 enum { REFLIB_CPU = -1 }; /* a device; GPUs are 0, 1, ... */
-enum { REFLIB_NONE, REFLIB_TENSOR, REFLIB_INT, REFLIB_FLOAT };
+enum { REFLIB_NONE, REFLIB_TENSOR, REFLIB_INT, REFLIB_FLOAT, REFLIB_TEXT, REFLIB_TRUTH };
 
 typedef struct {
     void *data; /* its first element */
@@ -53,8 +57,9 @@ typedef struct {
     int32_t kind; /* REFLIB_NONE ... */
     union {
         reflib_tensor tensor;
-        int64_t integer;
+        int64_t integer; /* REFLIB_INT; REFLIB_TRUTH, of a result: 0 or 1 */
         double number;
+        const char *text; /* of a result; UTF-8, of the library: it is not freed */
     };
 } reflib_value;
 

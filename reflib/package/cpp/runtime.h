@@ -2,6 +2,8 @@
 // driver, tensors.cpp the memory that a wrapper works on, values.cpp the caller's tensors, model.cpp the rest.
 // The wrapper (wrapper*.cpp, printed by reflib) includes host.h only.
 #pragma once
+#include <atomic>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -53,6 +55,14 @@ struct KernelRow {
   bool late;  // few calls need it: loaded at the first of them
 };
 
+struct NanCheck {  // of what a step wrote and read
+  const char *what;  // the step; null: this is no check
+  std::vector<const char *> names;
+  size_t wrote;  // the first of them; the others are only read
+  bool infinite;  // by its constants
+  const char *origins;
+};
+
 struct Variant {
   const char *arch;  // "sm_90", "ptx", "cpu"
   int driver;        // the least version of the CUDA driver
@@ -61,9 +71,11 @@ struct Variant {
   std::vector<KernelRow> kernels;
   std::vector<const char *> symbols;  // C functions that it calls
   std::vector<const char *> python;   // the error of each Python function; null: it only writes to a log
+  std::vector<NanCheck> checks;       // those of them that look for NaN
   std::vector<reflib_value> objects;  // constant results
   std::vector<int> constants;         // weights bound to it
   std::vector<const char *> cpu;      // features that the processor must have
+  bool recorded;                      // calls are recorded and replayed (graphs.cpp)
 };
 
 struct Span {  // of the weights' file: one storage, which tensors share
@@ -111,6 +123,8 @@ struct Tables {
 extern const Tables tables;
 inline reflib_value integer(int64_t i) { reflib_value v{}; v.kind = REFLIB_INT, v.integer = i; return v; }
 inline reflib_value number(double d) { reflib_value v{}; v.kind = REFLIB_FLOAT, v.number = d; return v; }
+inline reflib_value truth(bool b) { reflib_value v{}; v.kind = REFLIB_TRUTH, v.integer = b; return v; }
+inline reflib_value words(const char *s) { reflib_value v{}; v.kind = REFLIB_TEXT, v.text = s; return v; }
 
 // -- gpu.cpp -----------------------------------------------------------------------------------------------------
 class Gpu {
@@ -126,7 +140,12 @@ class Gpu {
   void copy(void *to, const void *from, size_t bytes, void *stream);  // any direction
   void zero(void *memory, size_t bytes, void *stream);
   void wait(void *stream);
-  bool captures(void *stream);
+  uint64_t captures(void *stream);  // which capture into a CUDA graph; 0: none
+  bool can_capture() const;
+  void *begin_capture();            // a stream, whose work is captured
+  void *end_capture(void *stream);  // the graph, to be replayed; null: the capture failed
+  void replay(void *graph, void *stream);
+  void forget(void *graph);
 
   void load(Kernel &kernel, const KernelRow &row);
   void unload(Kernel &kernel);
@@ -141,10 +160,15 @@ class Gpu {
   };
 
  private:
+  void *allocate_captured(size_t bytes, uint64_t capture);
   void *context = nullptr;
+  void *lane = nullptr;   // a stream to capture on
   bool has_pool = false;  // the driver caches freed memory; else:
   std::mutex lock;
   std::multimap<std::pair<size_t, void *>, void *> kept;  // by size and stream
+  std::map<void *, uint64_t> captured;                    // memory of captured calls, with the capture
+  std::multimap<std::pair<uint64_t, size_t>, void *> spare;  // of those, what was given back: by capture and size
+  std::atomic<bool> has_captured{false};
 };
 
 // -- values.cpp --------------------------------------------------------------------------------------------------
@@ -160,18 +184,49 @@ void check_tensor(const reflib_tensor &t, const std::shared_ptr<Gpu> &gpu, bool 
 std::string said(const reflib_value &v);
 void copy(const std::shared_ptr<Gpu> &gpu, void *stream, const reflib_value &to, const reflib_value &from);
 
+// -- nan.cpp -----------------------------------------------------------------------------------------------------
+// What is wrong with the values of a step; "": nothing.
+std::string bad_value(const NanCheck &check, const std::shared_ptr<Gpu> &gpu, void *stream, const Value *args);
+
 // -- tensors.cpp, or tensors_torch.cpp -----------------------------------------------------------------------------
 // The functions that a wrapper works with. Fails if some are missing.
 const Torch &torch();
 // A tensor over memory that it does not own. The caller deletes it.
 Handle in_memory(void *data, int32_t dtype, const std::shared_ptr<Gpu> &gpu, const std::vector<int64_t> &sizes,
                  const std::vector<int64_t> &strides);
+// How many tensors are in its storage; 0: the storage is somebody else's; -1: not known.
+long uses(Handle h);
 // While it lives, this thread allocates on the GPU (null: on the CPU), in the order of the stream.
 struct Scope {
   Scope(const std::shared_ptr<Gpu> &gpu, void *stream);
   ~Scope();
   Gpu::Current current;
   void *state;
+};
+
+// -- graphs.cpp --------------------------------------------------------------------------------------------------
+class Recordings {
+ public:
+  typedef std::vector<int64_t> Call;                          // all that one must have in common with another
+  typedef std::function<int32_t(void *, Value *)> Wrapper;    // of a stream and the outputs
+  explicit Recordings(const std::shared_ptr<Gpu> &gpu) : gpu(gpu) {}
+  ~Recordings();
+  // Does the call by a recording, maybe a new one; false: there is none, and nothing has happened.
+  bool run(void *stream, const Call &call, const Wrapper &wrapper, std::vector<Value> &out);
+
+ private:
+  struct Recording {
+    void *graph = nullptr;
+    std::vector<Value> outputs;
+    std::vector<long> uses;  // of an output's storage, when nobody else has it
+  };
+  bool replay(const Recording &r, void *stream, std::vector<Value> &out);
+  void forget(Recording &r);
+  std::shared_ptr<Gpu> gpu;
+  std::mutex lock;
+  bool failed = false;
+  std::multimap<Call, Recording> made;
+  std::map<Call, int> seen;
 };
 
 }  // namespace runtime

@@ -105,6 +105,8 @@ Handle in_memory(void *data, int32_t dtype, const std::shared_ptr<Gpu> &gpu, con
   return new AtenTensorOpaque{storage, (char *)data, dtype, sizes, strides};
 }
 
+long uses(Handle t) { return t->storage->owned ? t->storage.use_count() : 0; }
+
 Scope::Scope(const std::shared_ptr<Gpu> &gpu, void *stream) : current(gpu.get()), state(work) {
   work = new Work{gpu, stream};
 }

@@ -46,6 +46,8 @@ Handle in_memory(void *data, int32_t dtype, const std::shared_ptr<Gpu> &gpu, con
   return h;
 }
 
+long uses(Handle) { return -1; }
+
 Scope::Scope(const std::shared_ptr<Gpu> &gpu, void *stream) : current(gpu.get()), state(nullptr) {
   if (!gpu) return;
   static auto create = function<int32_t(void *, int32_t, void **)>("aoti_torch_create_cuda_stream_guard");
