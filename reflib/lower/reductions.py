@@ -104,7 +104,7 @@ def _variance(
     k = NestBuilder(cx, x.shape, dims)
     v = k.load(x).to(compute)
     count = k.value(k.count(dims), compute)
-    mean = None if mean_out is None else k.reduce("sum", v) / count
+    mean = k.reduce("sum", v) / count if mean_out is not None else count
     m2 = k.reduce("m2", v)
     if mean_out is not None:
         if "_mean" in str(cx.node.meta.get("original_aten")):  # not a norm's: Welford's formula, and so eager's
