@@ -1,6 +1,5 @@
 """Reductions: a LoopNest whose reduced dimensions are r axes."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -104,11 +103,10 @@ def _variance(
     k = NestBuilder(cx, x.shape, dims)
     v = k.load(x).to(compute)
     count = k.value(k.count(dims), compute)
-    mean = k.reduce("sum", v) / count if mean_out is not None else count
-    m2 = k.reduce("m2", v)
+    mean, m2 = (k.reduce("sum", v) / count if mean_out is not None else count), k.reduce("m2", v)
     if mean_out is not None:
         if "_mean" in str(cx.node.meta.get("original_aten")):  # not a norm's: Welford's formula, and so eager's
-            mean = where(m2.isnan() & (count > 1), math.nan, mean)  # var_mean, has no mean of a row with an infinity
+            mean = where(m2.isnan() & (count > 1), float("nan"), mean)  # var_mean, has no mean of a row with an infinity
         k.store(mean_out, mean, out_coords(k, dims, mean_out))
     freedom = (count - (1 if correction is None else correction)).maximum(0)
     result = m2 / freedom
