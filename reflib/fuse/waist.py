@@ -35,6 +35,7 @@ from ..ir.transforms import needed, select
 from ..lower.context import contiguous_strides
 from ..options import Options
 from ..target import Target
+from .casts import ROUND
 from .dependencies import Dependencies, dependencies
 from .driver import grouped
 from .inline_loads import MAX_BODY
@@ -50,10 +51,12 @@ Places = frozenset[tuple[int, Expr, int | None]]  # who reads, where, under whic
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A result of a kernel that only later elementwise kernels read: by ``readers``, at ``places``."""
+    """A result of a kernel that only later elementwise kernels read: by ``readers``, at ``places``. exact: what is
+    stored is the value; else it is rounded to 16 bits, and what follows from the value cannot be computed from it."""
 
     store: Store
     bytes: int
+    exact: bool
     readers: frozenset[int]
     places: Places
 
@@ -89,7 +92,9 @@ def _wanted(
         if single and makes_all(program, loops, s) and loops.numel == buffer.numel:
             loads = ((r, n) for r, n in zip(readers, found) if isinstance(n, LoopNest))
             places = {(r, x.index, x.mask) for r, n in loads for x in n.loads() if x.buffer == s.buffer}
-            yield _Wanted(s, buffer.nbytes.hint(), frozenset(r for r, _, _ in places), frozenset(places))
+            value = loops.body[s.value]
+            exact = buffer.dtype in (torch.float32, ROUND.get(getattr(value, "op", "")))
+            yield _Wanted(s, buffer.nbytes.hint(), exact, frozenset(r for r, _, _ in places), frozenset(places))
 
 
 def _cut(work: _Values) -> set[int]:
@@ -138,12 +143,12 @@ class _Values:
 
     def cost(self, kept: set[int], free: int = -1) -> float:
         """In bytes, one of them being there in any case."""
-        total, points = 0.0, self.loops.numel.hint()
-        sizes = {w.store.value: w.bytes for w in self.wanted}
-        for i, found in self.places(kept).items():
+        total, points, places = 0.0, self.loops.numel.hint(), self.places(kept)
+        computing = {i: {r for r, _, _ in found} for i, found in places.items() if i not in kept}
+        for i, found in places.items():
             s, readers = self.loops.body[i], {r for r, _, _ in found}
             if i in kept:
-                total += (i != free) * sizes.get(i, 4 * points) * (1 + self._kernels(readers))
+                total += (i != free) * self._stored(i, readers, computing)
             elif isinstance(s, Load):
                 total += self._read_again(s, readers, len(found))
             elif isinstance(s, (Op, Const, Index)):
@@ -151,6 +156,16 @@ class _Values:
             else:
                 return inf
         return total
+
+    def _stored(self, i: int, readers: set[int], computing: dict[int, set[int]]) -> float:
+        """What it costs to store a value and to read it, in bytes. computing: the kernels that compute other values.
+        Those need it in float32, beside a result that is rounded."""
+        single, own = 4 * self.loops.numel.hint(), [w for w in self.wanted if w.store.value == i]
+        if not own or any(w.exact for w in own):
+            return min((w.bytes for w in own if w.exact), default=single) * (1 + self._kernels(readers))
+        others = set[int]().union(*(found for j, found in computing.items() if i in stmt_args(self.loops.body[j])))
+        beside = single * (1 + self._kernels(others)) if others else 0
+        return beside + sum(w.bytes * (1 + self._kernels(w.readers)) for w in own)
 
     def with_(self, kept: set[int], new: int) -> set[int]:
         """With that one, without those that it then costs less to compute: the last ones first, or the first ones."""
@@ -200,7 +215,7 @@ def _apply(
     body, made = list(loops.body), list[Stmt]()
     shape, home = tuple(a.size for a in loops.axes), row_major(loops.axes)
     device = buffers[wanted[0].store.buffer].device
-    kept = {w.store.value: w.store for w in wanted if w.bytes == 4 * loops.numel.hint()}
+    kept = {w.store.value: w.store for w in sorted(wanted, key=lambda w: -w.bytes) if w.exact}
     new: dict[str, Buffer] = {}
     for i in sorted(cut):
         if i in kept:

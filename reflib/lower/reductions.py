@@ -106,7 +106,7 @@ def _variance(
     mean, m2 = (k.reduce("sum", v) / count if mean_out is not None else count), k.reduce("m2", v)
     if mean_out is not None:
         if "_mean" in str(cx.node.meta.get("original_aten")):  # not a norm's: Welford's formula, and so eager's
-            mean = where(m2.isnan() & (count > 1), float("nan"), mean)  # var_mean, has no mean of a row with an infinity
+            mean = where(m2.isnan() & (count > 1), float("nan"), mean)  # var_mean, has none of a row with an infinity
         k.store(mean_out, mean, out_coords(k, dims, mean_out))
     freedom = (count - (1 if correction is None else correction)).maximum(0)
     result = m2 / freedom
