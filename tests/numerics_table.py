@@ -167,8 +167,8 @@ norms and products are of normally distributed numbers. NaN: one of the two alon
 Why an op differs with `"fast"`: elementwise ones are functions of our own, mostly good to 1 or 2 ULP, or rounded at
 another place (near 0 a small absolute error is many ULP); sums, norms and softmax are added up in another order.
 Products are the same library calls. On a GPU, Triton compiles its mathematical functions so that subnormal numbers,
-given or returned, are 0: `ceil` of one is 0 and not 1, what is divided by one has no remainder. Most of the large
-differences there are these.
+given or returned, are 0 (not for functions that jump there, as `ceil` and `remainder`). Most of the large differences
+there are these.
 """
     for device, title in (("cpu", "CPU"), ("cuda", "GPU")):
         where, rows = stored(device)

@@ -30,7 +30,7 @@ def _jumps(printer: Printer) -> Printer:
 
 PRINTERS: dict[str, Printer] = {
     "floordiv": _jumps(_helper("floordiv_int", "floordiv_float")), "truncdiv": _helper("truncdiv_int"),
-    "remainder": _jumps(_helper("remainder_int", "remainder_float")), "fmod": _helper("fmod_int", "fmod_float"),
+    "remainder": _jumps(_helper("remainder_int", "remainder_float")), "fmod": _jumps(_helper("fmod_int", "fmod_float")),
     "shl": lambda needs, t, a: f"{a[0]} << {a[1]}", "shr": lambda needs, t, a: f"{a[0]} >> {a[1]}",
     "isinf": lambda needs, t, a: f"tl.abs({a[0]}) == float('inf')",
     "signbit": lambda needs, t, a: f"{a[0]}.to({_BITS[t]}, bitcast=True) < 0",

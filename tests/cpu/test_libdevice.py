@@ -59,7 +59,7 @@ def test_where_what_is_left_cannot_be_linked_all_is(fresh_cache: Path, monkeypat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-@pytest.mark.parametrize("name", ["floor", "ceil", "floor_divide", "remainder"])
+@pytest.mark.parametrize("name", ["floor", "ceil", "floor_divide", "remainder", "fmod"])
 def test_subnormal_numbers_are_not_0_where_a_function_jumps(name: str, dtype: torch.dtype) -> None:
     """ceil(1e-40) is 1, as eager's. (A GPU's own test: test_like_eager_cuda.)"""
     args = [torch.rand(1000, dtype=dtype)] * (1 if name in ("floor", "ceil") else 2)
