@@ -2,8 +2,9 @@
 and the rest goes on.
 
 On the CPU a child is forked for each task, from a parent that has imported everything and started no thread. CUDA does
-not survive a fork: there a child is a Python of its own, which takes 10 s to start and so does one task after another.
-With several GPUs each child sees one of them.
+not survive a fork (nor do gradients on a CPU where PyTorch is built for CUDA: one child in three was aborted): there a
+child is a Python of its own, which takes 10 s to start and so does one task after another. With several GPUs each child
+sees one of them.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from .batch import Result, _brief, run_batch
 from .samples import Group, case, samples
@@ -45,6 +50,7 @@ class Child:
 
     process: Any
     pipe: Connection
+    errors: Path
     task: Task = Task(())
     heard: float = 0.0
     at: str = ""
@@ -67,16 +73,18 @@ class Child:
             setattr(self, name, value)
 
 
-def _work(pipe: Connection, entry: str, until: str, chunk: int) -> None:
+def _work(pipe: Connection, errors: Path, entry: str, until: str, chunk: int) -> None:
     """In the child: judge the samples of its task, saying where it is; with ``chunk`` so many at a time, and the tasks
-    that come after."""
+    that come after. errors: what takes stderr."""
 
     def say(**message: Any) -> None:
         pipe.send(message)
 
     null = os.open(os.devnull, os.O_RDWR)
-    for n in (0, 1, 2):
+    for n in (0, 1):
         os.dup2(null, n)
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    torch.set_num_threads(1)
     try:
         while True:
             cases = []
@@ -96,13 +104,15 @@ def _work(pipe: Connection, entry: str, until: str, chunk: int) -> None:
         os._exit(0)  # none of the parent's clean-up
 
 
-def _children(device: str, entry: str, until: str) -> Iterator[Child]:
+def _children(folder: str, device: str, entry: str, until: str) -> Iterator[Child]:
     """New processes, on a GPU for the visible devices by turns."""
-    context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
+    context: Any = multiprocessing.get_context("spawn" if _stays(device) else "fork")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    for card in itertools.cycle(_cards() if device == "cuda" else [visible]):
+    for n, card in enumerate(itertools.cycle(_cards() if device == "cuda" else [visible])):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs, entry, until, CHUNK * (device != "cpu")), daemon=True)
+        errors = Path(folder, str(n))
+        args = (theirs, errors, entry, until, CHUNK * _stays(device))
+        process = context.Process(target=_work, args=args, daemon=True)
         if device == "cuda":
             os.environ["CUDA_VISIBLE_DEVICES"] = str(card)
         process.start()
@@ -110,12 +120,15 @@ def _children(device: str, entry: str, until: str) -> Iterator[Child]:
             os.environ.pop("CUDA_VISIBLE_DEVICES")
             os.environ.update({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
         theirs.close()
-        yield Child(process, ours)
+        yield Child(process, ours, errors)
+
+
+def _stays(device: str) -> bool:
+    """Does a child do more than one task?"""
+    return device != "cpu" or torch.version.cuda is not None
 
 
 def _cards() -> list[str]:
-    import torch
-
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",") if visible else [str(n) for n in range(torch.cuda.device_count())]
 
@@ -131,7 +144,15 @@ def run_tasks(
 ) -> None:
     """Run all tasks, ``jobs`` at a time, or what can be had of them in ``seconds``. ``tell`` gets one Result for every
     sample."""
-    new, waiting, again = _children(device, entry, until), iter(tasks), list[Task]()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        _run(iter(tasks), _children(folder, device, entry, until), jobs, tell, entry, _stays(device), seconds)
+
+
+def _run(
+    waiting: Iterator[Task], new: Iterator[Child], jobs: int, tell: Callable[[Result], None], entry: str, stay: bool,
+    seconds: float,
+) -> None:  # fmt: skip
+    again = list[Task]()
     running, idle = dict[Connection, Child](), list[Child]()
     stop = time.monotonic() + seconds
     while time.monotonic() < stop:
@@ -149,7 +170,7 @@ def run_tasks(
                 del running[child.pipe]
                 child.process.join()
                 again += _aftermath(child, entry, tell)
-            if child.idle and device != "cpu":
+            if child.idle and stay:
                 idle.append(running.pop(child.pipe))
         for child in running.values():
             if time.monotonic() - child.heard > PATIENCE:
@@ -170,7 +191,9 @@ def _aftermath(child: Child, entry: str, tell: Callable[[Result], None]) -> list
         at = keys[0]
     if at and (child.phase in ("capture", "compile", "run", "aot_eager") or len(keys) == 1):
         status = "timeout" if died == "timeout" else "error" if died else "crash"
-        tell(Result(at, status, f"{child.phase}: {died or f'signal {-child.process.exitcode}'}", entry=entry))
+        last = child.errors.read_text(errors="replace").strip().splitlines()[-1:] if status == "crash" else []
+        why = " ".join([f"{child.phase}: {died or f'signal {-child.process.exitcode}'}", *last])
+        tell(Result(at, status, why[:400], entry=entry))
         rest = rest.without({at})
         return [rest] if rest.parts else []
     half = set(keys[len(keys) // 2 :])
