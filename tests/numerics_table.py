@@ -65,6 +65,7 @@ STORED: dict[str, Callable[..., torch.Tensor]] = {  # where two values for one p
     "index_copy": lambda x, where, at, new: x.index_copy(0, where, new),
     "index_put": lambda x, where, at, new: x.index_put((where,), new),
 }
+JUMPS = {"floor", "ceil", "remainder", "fmod", "floor_divide"}
 Row = dict[str, str]
 
 
@@ -103,10 +104,11 @@ def ulps(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def measured(ops: Sequence[tuple[str, str]], dtype: torch.dtype, mode: str, device: str) -> list[Row]:
-    """The rows of ``ops``, (kind, name), compiled as one program for each kind of numbers."""
+    """The rows of ``ops``, (kind, name), compiled as one program for each kind of numbers; those that jump at 0, with
+    which others treat subnormal numbers otherwise too, as another."""
     out: list[Row] = []
-    for wide in (True, False):
-        mine = [(k, n) for k, n in ops if (k == "elementwise") is wide]
+    for wide, jump in ((True, False), (True, True), (False, False)):
+        mine = [(k, n) for k, n in ops if (k == "elementwise") is wide and (n in JUMPS) is jump]
         if not mine:
             continue
         x, y = numbers(dtype, device, wide)
