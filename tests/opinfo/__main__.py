@@ -121,12 +121,14 @@ def make_tasks(groups: list[Any], limit: int, batch: int, done: set[str], shard:
     at, of = map(int, shard.split("/"))
     groups = groups[at - 1 :: of]
     random.Random(7).shuffle(groups)
+    done = set(done)
     for most in (limit,) if limit else (FEW, 0):
         parts, size = [], 0
         for group in groups:
-            count = len(samples(group))
-            before = set() if most else set(spread(count, FEW))
-            numbers = [n for n in spread(count, most) if n not in before and f"{group.name}|{n}" not in done]
+            if most == FEW and not limit and f"{group.name}|0" in done:
+                continue  # an earlier run has seen some
+            numbers = [n for n in spread(len(samples(group)), most) if f"{group.name}|{n}" not in done]
+            done.update(f"{group.name}|{n}" for n in numbers)
             while numbers:
                 take = numbers[: batch - size]
                 numbers = numbers[len(take) :]
