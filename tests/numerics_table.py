@@ -65,6 +65,7 @@ STORED: dict[str, Callable[..., torch.Tensor]] = {  # where two values for one p
     "index_copy": lambda x, where, at, new: x.index_copy(0, where, new),
     "index_put": lambda x, where, at, new: x.index_put((where,), new),
 }
+JUMPS = {"floor", "ceil", "remainder", "fmod", "floor_divide"}
 Row = dict[str, str]
 
 
@@ -103,10 +104,11 @@ def ulps(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def measured(ops: Sequence[tuple[str, str]], dtype: torch.dtype, mode: str, device: str) -> list[Row]:
-    """The rows of ``ops``, (kind, name), compiled as one program for each kind of numbers."""
+    """The rows of ``ops``, (kind, name), compiled as one program for each kind of numbers; those that jump at 0, with
+    which others treat subnormal numbers otherwise too, as another."""
     out: list[Row] = []
-    for wide in (True, False):
-        mine = [(k, n) for k, n in ops if (k == "elementwise") is wide]
+    for wide, jump in ((True, False), (True, True), (False, False)):
+        mine = [(k, n) for k, n in ops if (k == "elementwise") is wide and (n in JUMPS) is jump]
         if not mine:
             continue
         x, y = numbers(dtype, device, wide)
@@ -167,8 +169,8 @@ norms and products are of normally distributed numbers. NaN: one of the two alon
 Why an op differs with `"fast"`: elementwise ones are functions of our own, mostly good to 1 or 2 ULP, or rounded at
 another place (near 0 a small absolute error is many ULP); sums, norms and softmax are added up in another order.
 Products are the same library calls. On a GPU, Triton compiles its mathematical functions so that subnormal numbers,
-given or returned, are 0: `ceil` of one is 0 and not 1, what is divided by one has no remainder. Most of the large
-differences there are these.
+given or returned, are 0 (not for functions that jump there, as `ceil` and `remainder`). Most of the large differences
+there are these.
 """
     for device, title in (("cpu", "CPU"), ("cuda", "GPU")):
         where, rows = stored(device)

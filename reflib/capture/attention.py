@@ -21,8 +21,9 @@ what is passed, k transposed back.
 **When it is exact enough.** Scores are scaled, summed and exponentiated in float32 or wider, so results are as exact
 as eager's or more. What needs care is rows in which every key is masked (``attention_call.attend``):
 
-- Every score is -inf: eager gives NaN, the fused kernels 0. The queries of such rows are multiplied by NaN. (All
-  gradients are NaN then. Eager's of v is, of q and k not always.)
+- Every score is -inf: eager gives NaN, the fused kernels 0. The queries of such rows are multiplied by NaN, and all
+  gradients are NaN, as eager's are. Not behind a ``masked_fill``, where eager has no gradient of scores: there all keys
+  of such rows are seen and the result is made NaN (``attention_call.Filled``; not if a bias that is an input is added).
 - Masked by a finite number that no score changes (``finfo.min``): eager weighs all keys alike. CUDA's kernels multiply
   by log2(e), which overflows to -inf, and all kernels save a log-sum in which the number of keys is lost, so their
   gradients are wrong. The bias of such rows is shifted so that its largest is 0, and their queries are multiplied by 0.

@@ -162,14 +162,20 @@ Masks = tuple[Any, Any]  # what SDPA gets as attn_mask, and what the queries are
 
 
 # -- the call ---------------------------------------------------------------------------------------
-def attend(parts: Parts, of: Of, masks: Masks, contiguous: bool = False, hides: bool = False) -> Any:
-    """The result of the second product. ``contiguous``: laid out as the products are. ``hides``: gradients of hidden
-    rows are needed."""
+def attend(parts: Parts, of: Of, masks: Masks, contiguous: bool = False, hides: str = "") -> Any:
+    """The result of the second product. ``contiguous``: laid out as the products are. ``hides``: gradients of rows
+    that are hidden by a "number", or "filled" with -inf, are needed."""
     q, k, v = (_operand(parts, o, of) for o in (parts.q, parts.k, parts.v))
     mask, weight = masks
-    seen = q if weight is None else _node(weighted, q, weight) if hides else q * weight
+    if hides == "number":
+        seen = _node(weighted, q, weight)
+    else:
+        seen = q if weight is None or hides == "filled" else q * weight
     out = F.scaled_dot_product_attention(seen, k, v, attn_mask=mask, scale=parts.scale)
-    out = _node(hidden, out, q, k, v, weight, parts.scale) if hides else out
+    if hides == "number":
+        out = _node(hidden, out, q, k, v, weight, parts.scale)
+    elif hides == "filled":
+        out = _node(filled, out, v, weight)
     out = out.contiguous() if contiguous else out
     rank = value(parts.second).dim()
     if rank == 3:
@@ -215,7 +221,7 @@ def _size(parts: Parts, dim: int, size: Any, of: Of) -> Any:
     raise Refused("a batch of unknown size is broadcast")
 
 
-def masked(parts: Parts, of: Of) -> Masks:
+def masked(parts: Parts, of: Of, hides: str) -> Masks:
     """From a bias and masks: the mask for the call, and, for rows in which every key is masked, what the queries have
     to be multiplied by (module ``attention`` says why)."""
     if not parts.steps:
@@ -243,7 +249,9 @@ def masked(parts: Parts, of: Of) -> Masks:
     top = bias.detach().amax(-1, keepdim=True)  # type: ignore[union-attr]
     weight = torch.ones_like(top)
     weight = weight.masked_fill(top <= HIDES.get(parts.dtype, ABSORBS), 0.0)
-    return torch.where(top < LOW, bias - top, bias), weight.masked_fill(top == -math.inf, math.nan)
+    bias = torch.where(top < LOW, bias - top, bias)
+    bias = bias.masked_fill(top == -math.inf, 0.0) if hides == "filled" else bias
+    return bias, weight.masked_fill(top == -math.inf, math.nan)
 
 
 def _aligned(parts: Parts, t: Term | Fill, of: Of) -> Any:
@@ -259,7 +267,7 @@ def _aligned(parts: Parts, t: Term | Fill, of: Of) -> Any:
     return made
 
 
-# -- rows in which every key is hidden by a number --------------------------------------------------
+# -- gradients of rows in which every key is hidden, by a number or by -inf --------------------------
 class Weighted(torch.autograd.Function):
     """Queries that are 0 in hidden rows, and the scores' gradients as if they were not."""
 
@@ -296,12 +304,33 @@ class Hidden(torch.autograd.Function):
         return grad, None, apart @ (rows.mT @ grad).mT, None, None, None
 
 
+class Filled(torch.autograd.Function):
+    """Attention's result, NaN in rows that are filled with -inf, where ``weight`` is. Behind a fill there is no
+    gradient, so such rows have none for queries and keys; all values get NaN, by weights that are NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, v: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(v, weight)
+        return out * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        v, weight = ctx.saved_tensors
+        blank = weight.isnan()
+        values = torch.where(blank.any(-2, keepdim=True), math.nan, torch.zeros_like(v))
+        return torch.where(blank, 0.0, grad), values, None
+
+
 def weighted(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return Weighted.apply(q, weight)
 
 
 def hidden(out: Any, q: Any, k: Any, v: Any, weight: Any, scale: float) -> torch.Tensor:
     return Hidden.apply(out, q, k, v, weight, scale)
+
+
+def filled(out: torch.Tensor, v: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return Filled.apply(out, v, weight)
 
 
 def _node(function: Callable[..., Any], *args: Any) -> Any:
@@ -311,7 +340,7 @@ def _node(function: Callable[..., Any], *args: Any) -> Any:
 
 
 # -- in the graph -----------------------------------------------------------------------------------
-def replace_by_call(module: GraphModule, parts: Parts, memo: dict[Any, Masks], hides: bool) -> None:
+def replace_by_call(module: GraphModule, parts: Parts, memo: dict[Any, Masks], hides: str) -> None:
     """Put the call where the second product is. memo: masks that were made in this graph and can be used again; nodes.
     hides: as for ``attend``.
 
@@ -322,9 +351,9 @@ def replace_by_call(module: GraphModule, parts: Parts, memo: dict[Any, Masks], h
     before = second.prev
     with graph.inserting_before(second):
         proxy: Of = lambda n: Proxy(n, tracer)  # noqa: E731
-        key = (parts.steps, parts.dtype, parts.heads)
+        key = (parts.steps, parts.dtype, parts.heads, hides == "filled")
         if parts.steps and key not in memo:
-            mask, weight = masked(parts, proxy)
+            mask, weight = masked(parts, proxy, hides)
             memo[key] = mask.node, weight.node
         mask, weight = map(proxy, memo[key]) if parts.steps else (None, None)
         out = attend(parts, proxy, (mask, weight), contiguous, hides).node
@@ -347,7 +376,7 @@ def _called(node: Node) -> Any:
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _tried(parts: Parts, hides: bool) -> tuple[torch.Tensor, bool]:
+def _tried(parts: Parts, hides: str) -> tuple[torch.Tensor, bool]:
     """The call on fake tensors: its result, and must it be made contiguous? Raises Refused if no kernel is fused."""
     scores = value(parts.first)
     wide = scores.device.type == "cpu" and parts.dtype.itemsize > 2
@@ -362,7 +391,7 @@ def _tried(parts: Parts, hides: bool) -> tuple[torch.Tensor, bool]:
     with on_fakes(value(parts.second)):
         try:
             with _Calls() as calls:
-                masks = masked(parts, value)
+                masks = masked(parts, value, hides)
                 fake = attend(parts, value, masks, False, hides)
             want = value(parts.second)
             contiguous = not (same_strides(fake, want) or copied_later(parts.second, parts.order))

@@ -74,9 +74,10 @@ def _here(argument: Any) -> Any:
 
 
 # -- rows that it hides ---------------------------------------------------------------------------------
-def hides_rows(parts: Parts) -> bool:
-    """May a bias hide all keys of a row by a number, where gradients are asked for? Then eager has gradients of scores
-    that change no result (``attention_call.Hidden``).
+def hides_rows(parts: Parts) -> str:
+    """How all keys of a row may be hidden where gradients are asked for that another way would not have: by a bias that
+    is a "number" (eager has gradients of scores that change no result, ``attention_call.Hidden``), or "filled" with
+    -inf (eager has none behind a fill, ``attention_call.Filled``). "": in neither way.
 
     A bias may if it is made of an input that is not trained, or with a number that no score changes; both are looked
     for through views and calls by element, no further. Raises Refused where two masks hide: of one row keys may then be
@@ -84,14 +85,22 @@ def hides_rows(parts: Parts) -> bool:
     # (Dynamo's values: what is exported has no gradients)
     given = [o.node.meta.get("example_value") for o in (parts.q, parts.k)]
     if not torch.is_grad_enabled() or not any(getattr(x, "requires_grad", False) for x in given):
-        return False
+        return ""
     lowest, seen = HIDES.get(parts.dtype, ABSORBS), dict[Node, tuple[int, bool]]()
     found = [_hiding(t.node, lowest, seen) for t in parts.steps if isinstance(t, Term)]
     if not any(may for _, may in found):
-        return False
+        return "filled" if _filled(parts) and not any(masks for masks, _ in found) else ""
     if sum(masks for masks, _ in found) + any(isinstance(t, Fill) for t in parts.steps) > 1:
         raise Refused("two masks hide keys: gradients of a row that both hide would not be eager's")
-    return True
+    return "number"
+
+
+def _filled(parts: Parts) -> bool:
+    """May all of a row be filled with -inf?"""
+    fills = [t for t in parts.steps if isinstance(t, Fill) and t.value == -math.inf]
+    if len(fills) != 1 or (known := computed(fills[0].node)) is None or not known.dim():
+        return bool(fills)
+    return bool((known != fills[0].inverted).all(-1).any())
 
 
 def _hiding(node: Any, lowest: float, seen: dict[Node, tuple[int, bool]]) -> tuple[int, bool]:

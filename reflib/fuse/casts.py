@@ -31,7 +31,7 @@ from .result import Fused, Group
 TILE = 128
 REREADS = 4  # of a source wider than the operand
 _SOURCES = (torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.uint8)
-_ROUND = {"to_f16": torch.float16, "to_bf16": torch.bfloat16}
+ROUND = {"to_f16": torch.float16, "to_bf16": torch.bfloat16}
 _EXACT_IN_FLOAT32 = (torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.bool)
 
 
@@ -56,9 +56,9 @@ def cast_of(program: Program, depends: Dependencies, position: int) -> Cast | No
         return None
     dtypes = []
     for i, s in enumerate(ops):
-        if not isinstance(s, Op) or s.args != (i,) or s.op not in ("cast", *_ROUND):
+        if not isinstance(s, Op) or s.args != (i,) or s.op not in ("cast", *ROUND):
             return None
-        dtypes.append(_ROUND.get(s.op, s.dtype))
+        dtypes.append(ROUND.get(s.op, s.dtype))
     if store.value != len(ops) or store.index != load.index or store.buffer == load.buffer:
         return None
     if len(depends.writers[store.buffer]) != 1 or program.buffers[store.buffer].kind != "temp":

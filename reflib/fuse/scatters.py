@@ -1,7 +1,7 @@
 """Loop nests that store, or add atomically, at places that tensors name (``lower.scatter``, ``lower.accumulate``).
 
 Their neighbours join them like those of any elementwise loop nest: a gradient is computed where it is added. What fills
-the buffer, and what reads it, stays outside by the rule about indices: it touches other elements. Reductions stay
+the buffer stays outside by the rule about indices: it touches other elements. What reads it, and reductions, stay
 outside by ``scatter_rule``.
 
 The fill copies the tensor that is written to; ``in_place`` drops the copies that are not needed.
@@ -40,6 +40,10 @@ def scatters(s: Store) -> bool:
 def scatter_rule(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
     """A reduction may go over its row several times, and keeps what is done once per row apart from what is done for
     each element; an atomic addition must happen exactly once at every point. (A store may happen again.)"""
+    for left, right in ((a, b), (b, a)):
+        for name in left.writes.keys() & right.reads.keys():
+            if _added(name, c):  # (a tensor of one element, or row: the places are known, and the same as the reader's)
+                return Reason("scatter", f"{name} is added to by any thread, and read")
     reduces, template = a.reduces or b.reduces, a.template is not None or b.template is not None
     if not reduces and not template:
         return None
@@ -49,6 +53,11 @@ def scatter_rule(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
     if template and found:
         return Reason("template", "a matrix product's kernel stores nothing at places in a tensor")
     return None
+
+
+def _added(buffer: str, c: FusionContext) -> bool:
+    found = (c.program.nodes[w] for w in c.depends.writers.get(buffer, ()))
+    return any(s.buffer == buffer and s.reduce for n in found if isinstance(n, LoopNest) for s in n.stores())
 
 
 def one_sum(fused: Fused, options: Options, target: Target) -> Fused:

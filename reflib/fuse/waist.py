@@ -23,8 +23,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from math import inf
+from operator import or_
 
 import torch
 
@@ -36,6 +37,7 @@ from ..ir.transforms import needed, select
 from ..lower.context import contiguous_strides
 from ..options import Options
 from ..target import Target
+from .casts import ROUND
 from .dependencies import Dependencies, dependencies
 from .driver import grouped
 from .inline_loads import MAX_BODY
@@ -51,10 +53,12 @@ Place = tuple[int, Expr, int | None]  # who reads, where, under which mask
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A result of a kernel that only later elementwise kernels read: by ``readers``, at ``places``."""
+    """A result of a kernel that only later elementwise kernels read: by ``readers``, at ``places``. exact: what is
+    stored is the value; else it is rounded to 16 bits, and what follows from the value cannot be computed from it."""
 
     store: Store
     bytes: int
+    exact: bool
     readers: frozenset[int]
     places: frozenset[Place]
 
@@ -90,7 +94,9 @@ def _wanted(
         if single and makes_all(program, loops, s) and loops.numel == buffer.numel:
             loads = ((r, n) for r, n in zip(readers, found) if isinstance(n, LoopNest))
             places = {(r, x.index, x.mask) for r, n in loads for x in n.loads() if x.buffer == s.buffer}
-            yield _Wanted(s, buffer.nbytes.hint(), frozenset(r for r, _, _ in places), frozenset(places))
+            value = loops.body[s.value]
+            exact = buffer.dtype in (torch.float32, ROUND.get(getattr(value, "op", "")))
+            yield _Wanted(s, buffer.nbytes.hint(), exact, frozenset(r for r, _, _ in places), frozenset(places))
 
 
 def _cut(work: _Values) -> set[int]:
@@ -121,7 +127,7 @@ class _Values:
     position: int
     loops: LoopNest
     wanted: list[_Wanted]
-    prices: dict[tuple[int, int, bool], float] = field(default_factory=dict)
+    prices: dict[tuple[int, int, int], float] = field(default_factory=dict)
 
     @cached_property
     def asked(self) -> dict[int, int]:
@@ -165,23 +171,37 @@ class _Values:
 
     def cost(self, kept: set[int], free: int = -1) -> float:
         """In bytes, one of them being there in any case."""
-        return sum(
-            (i != free) * self._price(i, found, True) if i in kept else self._price(i, found, False)
-            for i, found in self.places(kept).items()
-        )
+        places, total = self.places(kept), 0.0
+        for i, found in places.items():
+            if i not in kept:
+                total += self._price(i, found)
+            elif i != free:
+                computing = (places[j] for j, args in self.arguments if i in args and j not in kept and j in places)
+                total += self._stored(i, found, reduce(or_, computing, 0))
+        return total
 
-    def _price(self, i: int, found: int, stored: bool) -> float:
-        """Of one value at these places; the same few are asked for again and again."""
-        if (key := (i, found, stored)) not in self.prices:
-            s, points, readers = self.loops.body[i], self.loops.numel.hint(), self.readers(found)
-            if stored:
-                size = next((w.bytes for w in reversed(self.wanted) if w.store.value == i), 4 * points)
-                self.prices[key] = size * (1 + self._kernels(readers))
-            elif isinstance(s, Load):
-                self.prices[key] = self._read_again(s, readers, found.bit_count())
+    def _price(self, i: int, found: int) -> float:
+        """Of computing one value at these places; the same few are asked for again and again."""
+        if (key := (i, found, -1)) not in self.prices:
+            s, places = self.loops.body[i], found.bit_count()
+            if isinstance(s, Load):
+                self.prices[key] = self._read_again(s, self.readers(found), places)
             else:
                 light = isinstance(s, (Op, Const, Index))
-                self.prices[key] = weight(s) * found.bit_count() * points / PER_BYTE if light else inf
+                self.prices[key] = weight(s) * places * self.loops.numel.hint() / PER_BYTE if light else inf
+        return self.prices[key]
+
+    def _stored(self, i: int, found: int, computing: int) -> float:
+        """What it costs to store a value and to read it, in bytes. computing: the places where what follows from it is
+        computed. There it is needed in float32, beside a result that is rounded."""
+        if (key := (i, found, computing)) not in self.prices:
+            single, own = 4 * self.loops.numel.hint(), [w for w in self.wanted if w.store.value == i]
+            if not own or any(w.exact for w in own):
+                size = min((w.bytes for w in own if w.exact), default=single)
+                self.prices[key] = size * (1 + self._kernels(self.readers(found)))
+            else:
+                beside = single * (1 + self._kernels(self.readers(computing))) if computing else 0
+                self.prices[key] = beside + sum(w.bytes * (1 + self._kernels(w.readers)) for w in own)
         return self.prices[key]
 
     def with_(self, kept: set[int], new: int) -> set[int]:
@@ -232,7 +252,7 @@ def _apply(
     body, made = list(loops.body), list[Stmt]()
     shape, home = tuple(a.size for a in loops.axes), row_major(loops.axes)
     device = buffers[wanted[0].store.buffer].device
-    kept = {w.store.value: w.store for w in wanted if w.bytes == 4 * loops.numel.hint()}
+    kept = {w.store.value: w.store for w in sorted(wanted, key=lambda w: -w.bytes) if w.exact}
     new: dict[str, Buffer] = {}
     for i in sorted(cut):
         if i in kept:

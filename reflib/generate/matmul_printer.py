@@ -82,7 +82,7 @@ class MatmulPrinter:
         return Kernel(
             name, "triton", source, tuple((b, self.buffers[b].dtype) for b in pointers), symbols, programs,
             t.num_warps, t.num_stages, self.config.index, sure, self.scratch, self.pdl,
-            exact="exact" in dict(self.config.extras), keep_loops=True,
+            exact="exact" in dict(self.config.extras), keep_loops=True, settings=tuple(self.needs.settings.items()),
         )  # fmt: skip
 
     def _about(self) -> list[str]:

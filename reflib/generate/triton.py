@@ -63,7 +63,8 @@ def generate_triton(
         name, "triton", source, tuple((b, buffers[b].dtype) for b in pointers), symbols, ends[-1],
         config.num_warps, config.num_stages, config.index, tuple(i for i, b in enumerate(pointers) if b in sure),
         exact="exact" in dict(config.extras),
-        settings=tuple(("maxnreg", min(255, n // 32 // config.num_warps)) for e, n in config.extras if e == "registers")
+        settings=(*needs.settings.items(), *(("maxnreg", min(255, n // 32 // config.num_warps))
+                                             for e, n in config.extras if e == "registers")),
     )  # fmt: skip
 
 

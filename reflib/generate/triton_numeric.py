@@ -6,7 +6,7 @@ Integers divide towards zero in Triton, as in C; division by zero gives 0 here (
 
 import torch
 
-from .triton_ops import Printer
+from .triton_ops import Needs, Printer
 
 _BITS = {torch.float32: "tl.int32", torch.float64: "tl.int64"}
 _FROM_BITS = {torch.int32: "tl.float32", torch.int64: "tl.float64"}
@@ -17,15 +17,26 @@ def _helper(ints: str, floats: str = "") -> Printer:
     return lambda needs, t, a: f"{needs.helper(floats if t.is_floating_point else ints)}({', '.join(a)})"
 
 
+def _jumps(printer: Printer) -> Printer:
+    """Of what jumps at 0: there subnormal numbers, which Triton's library takes for 0 where it may, are not 0."""
+
+    def of_floats(needs: Needs, t: torch.dtype, a: list[str]) -> str:
+        if t.is_floating_point:
+            needs.settings["enable_reflect_ftz"] = False
+        return printer(needs, t, a)
+
+    return of_floats
+
+
 PRINTERS: dict[str, Printer] = {
-    "floordiv": _helper("floordiv_int", "floordiv_float"), "truncdiv": _helper("truncdiv_int"),
-    "remainder": _helper("remainder_int", "remainder_float"), "fmod": _helper("fmod_int", "fmod_float"),
+    "floordiv": _jumps(_helper("floordiv_int", "floordiv_float")), "truncdiv": _helper("truncdiv_int"),
+    "remainder": _jumps(_helper("remainder_int", "remainder_float")), "fmod": _jumps(_helper("fmod_int", "fmod_float")),
     "shl": lambda needs, t, a: f"{a[0]} << {a[1]}", "shr": lambda needs, t, a: f"{a[0]} >> {a[1]}",
     "isinf": lambda needs, t, a: f"tl.abs({a[0]}) == float('inf')",
     "signbit": lambda needs, t, a: f"{a[0]}.to({_BITS[t]}, bitcast=True) < 0",
     "from_bits": lambda needs, t, a: f"{a[0]}.to({_FROM_BITS[t]}, bitcast=True)",
     "to_bits": lambda needs, t, a: f"{a[0]}.to({_BITS[t]}, bitcast=True)",
-    "floor": lambda needs, t, a: f"tl.floor({a[0]})", "ceil": lambda needs, t, a: f"tl.ceil({a[0]})",
+    "floor": _jumps(lambda needs, t, a: f"tl.floor({a[0]})"), "ceil": _jumps(lambda needs, t, a: f"tl.ceil({a[0]})"),
 }  # fmt: skip
 
 # -- helper functions -------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ class Needs:
     """What a module's text must contain besides the kernel: helper functions by name, and the libdevice import."""
 
     helpers: set[str] = field(default_factory=set)
+    settings: dict[str, int] = field(default_factory=dict)  # options of Triton's, by name
     libdevice: bool = False
 
     def helper(self, name: str) -> str:

@@ -1,12 +1,15 @@
 """Composite ops taken apart in another way than torch does it."""
 
 from collections.abc import Callable, Mapping
+from ctypes import c_float
 from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch._prims_common import suggest_memory_format
+
+from .rules import overloads
 
 aten = torch.ops.aten
 Parts = Callable[..., Any]
@@ -19,6 +22,7 @@ def own_parts(table: Mapping[Any, Parts]) -> dict[Any, Parts]:
     return {
         **{op: partial(max_unpool, dims) for op, dims in unpools.items()},
         **{op: partial(counted_wide, table[op]) for op in means},
+        **{op: partial(linspace, table[op]) for op in overloads("linspace") if op in table},
         aten.stack.default: partial(stack, table[aten.stack.default]),
     }
 
@@ -38,7 +42,20 @@ def max_unpool(dims: int, x: torch.Tensor, indices: torch.Tensor, output_size: l
         return x.new_zeros((*x.shape[:-dims], *output_size))
     flat = x.new_zeros((*x.shape[:-dims], prod(output_size)))
     out = flat.scatter(-1, indices.flatten(-dims), x.flatten(-dims)).unflatten(-1, output_size)
-    return out.contiguous(memory_format=suggest_memory_format(x)) if dims == 2 else out
+    return out.contiguous(memory_format=suggest_memory_format(x)) if dims == 2 and not x.is_cuda else out
+
+
+def linspace(parts: Parts, start: Any, end: Any, steps: int, *, dtype: Any = None, **how: Any) -> torch.Tensor:
+    """Of integers: like eager's kernels, between ends that are integers, in float64 on a CPU and in float32 on a GPU."""
+    if dtype is None or dtype.is_floating_point or dtype.is_complex or steps < 2:
+        return parts(start, end, steps, dtype=dtype, **how)
+    first, last = (x.to(dtype).double() if isinstance(x, torch.Tensor) else float(int(x)) for x in (start, end))
+    i = torch.arange(steps, device=how.get("device"))
+    step, single = (last - first) / (steps - 1), i.is_cuda
+    if single:
+        step = step.float().double() if isinstance(step, torch.Tensor) else c_float(step).value
+    out = torch.where(i < steps // 2, first + i.double() * step, last - (steps - 1 - i).double() * step)
+    return (out.float() if single else out).to(dtype)
 
 
 def counted_wide(parts: Parts, x: torch.Tensor, target: torch.Tensor, weight: Any, *how: int) -> Any:

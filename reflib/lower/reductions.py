@@ -10,7 +10,7 @@ from reflib.ir.expr import ZERO, Expr
 from reflib.ir.ops import value_dtype
 from reflib.ir.program import View
 
-from .body import NestBuilder, Value, check_dtype
+from .body import NestBuilder, Value, check_dtype, where
 from .context import LoweringContext
 from .rules import Unsupported, rule
 
@@ -103,10 +103,13 @@ def _variance(
     k = NestBuilder(cx, x.shape, dims)
     v = k.load(x).to(compute)
     count = k.value(k.count(dims), compute)
+    mean, m2 = (k.reduce("sum", v) / count if mean_out is not None else count), k.reduce("m2", v)
     if mean_out is not None:
-        k.store(mean_out, k.reduce("sum", v) / count, out_coords(k, dims, mean_out))
+        if "_mean" in str(cx.node.meta.get("original_aten")):  # not a norm's: Welford's formula, and so eager's
+            mean = where(m2.isnan() & (count > 1), float("nan"), mean)  # var_mean, has none of a row with an infinity
+        k.store(mean_out, mean, out_coords(k, dims, mean_out))
     freedom = (count - (1 if correction is None else correction)).maximum(0)
-    result = k.reduce("m2", v) / freedom
+    result = m2 / freedom
     k.store(out, result.sqrt() if root else result, out_coords(k, dims, out))
     k.finish()
     return out

@@ -33,6 +33,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -243,8 +244,8 @@ def eager(module: Any) -> Compiled:
     return module, lambda: None
 
 
-def reflib_default(module: Any) -> Compiled:
-    """``reflib.compile`` with default options; its stages are kept."""
+def by_reflib(module: Any, **options: Any) -> Compiled:
+    """``reflib.compile``; its stages are kept."""
     import torch
 
     from reflib.fast_path import add_fast_path
@@ -252,7 +253,7 @@ def reflib_default(module: Any) -> Compiled:
     from reflib.pipeline import Backend, Stages
 
     seen: list[Stages] = []
-    backend = Backend(Options(), seen.append)
+    backend = Backend(Options(**options), seen.append)
     call = add_fast_path(torch.compile(module, backend=backend, dynamic=False), backend)
     return call, lambda: sum(len(stages.kernels or ()) for stages in seen)
 
@@ -268,7 +269,10 @@ def inductor(module: Any) -> Compiled:
     return torch.compile(module, dynamic=False), kernels
 
 
-COMPILERS = {"eager": eager, "TorchInductor": inductor, "reflib": reflib_default}
+COMPILERS: dict[str, Callable[[Any], Compiled]] = {
+    "eager": eager, "TorchInductor": inductor, "reflib": by_reflib,
+    "numerics=eager": partial(by_reflib, numerics="eager"), "batch_invariant": partial(by_reflib, batch_invariant=True),
+}  # fmt: skip
 
 
 # -- the device -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from reflib import atomic
 from reflib.lab.rows import Row, Rows, html_table, short, text_table
 
 US, PEER, EAGER = "reflib", "TorchInductor", "eager"
+CHOICES = ("numerics=eager", "batch_invariant")  # reflib with an option, where asked for
 INACCURATE = "inaccurate"  # what the note of such a row begins with
 CALLS, GRAPH = ("events", "wall"), ("graph",)
 Table = tuple[list[str], list[list[str]]]
@@ -175,6 +176,7 @@ def sections(rows: Rows) -> list[Section]:
     """The page: means, a table per class, what did not run."""
     found = classes(rows)
     out: list[Section] = [("Geometric means", MEANS, means_table(found))]
+    out += [("What options cost", COST, costs)] if (costs := costs_table(rows))[1] else []
     out += [("The slowest and the fastest", EXTREMES, extremes_table(ranking(found)))] if ranking(found) else []
     out += [(f"{mode.capitalize()}, {dtype}", EACH, class_table(found[mode, dtype])) for mode, dtype in found]
     bad = [r for r in rows if not r.ok and r.status != "not installed"]
@@ -199,6 +201,7 @@ MEANS = (
     "graph, where both could be captured, else that of calls. Compile: TorchInductor's seconds over reflib's, with "
     "empty caches. Memory and kernels: reflib's over TorchInductor's."
 )
+COST = "Time with the option over that of reflib without."
 EXTREMES = "Speeds beside TorchInductor, as many from one end as from the other."
 EACH = (
     "Times in µs, the worst first; the status is reflib's. Error: of the median tensor, against float64; eager's own "
@@ -218,6 +221,16 @@ def means_table(found: dict[tuple[str, str], list[Step]]) -> Table:
     """A line per number, a column per class."""
     numbers = [means(listed) for listed in found.values()]
     return ["", *map(", ".join, found)], [[name, *(told(n[name]) for n in numbers)] for name in means([])]
+
+
+def costs_table(rows: Rows) -> Table:
+    """A line per step, the means first; a column per option that was measured."""
+    measured = [name for name in CHOICES if any(row.case == name for row in rows)]
+    among = [s for s in steps(rows) if any(name in s.by for name in measured)]
+    ratios = [[s.ratio(n, US, "time", GRAPH) or s.ratio(n, US, "time", CALLS) for n in measured] for s in among]
+    body = [["geometric mean", "", "", *(told(geomean(column)) for column in zip(*ratios))]] if among else []
+    body += [[s.model, s.mode, s.dtype, *map(told, ratio)] for s, ratio in zip(among, ratios)]
+    return ["model", "mode", "dtype", *measured], body
 
 
 def told(value: float | None) -> str:
@@ -259,7 +272,7 @@ def page(rows: Rows) -> str:
 
 
 def write(folder: Path, rows: Rows) -> str:
-    """summary.json and report.html; returns the means and the ten worst as text."""
+    """summary.json and report.html; returns the means, the ten worst and what options cost as text."""
     if not rows:
         return "nothing was measured"
     data = summary(rows)
@@ -268,4 +281,6 @@ def write(folder: Path, rows: Rows) -> str:
     text = text_table(*means_table(classes(rows)))
     worst = [[*map(str, list(x.values())[:3]), told(x["over TorchInductor"])] for x in data["worst"][:10]]
     told_worst = text_table(["the slowest beside TorchInductor", "mode", "dtype", "speed"], worst)
-    return f"{text}\n\n{told_worst}" if worst else text
+    costs = costs_table(rows)
+    parts = [text, told_worst if worst else "", text_table(*costs) if costs[1] else ""]
+    return "\n\n".join(part for part in parts if part)

@@ -1,5 +1,6 @@
 """`reflib sweep`: jobs, their processes, what was found. Per step of a model each compiler has its own process; eager
-is measured in the last of them, for to start one takes longer than to time. Results are stored as they come.
+and reflib with options are measured in the last of them, for to start one takes longer than to time. Results are
+stored as they come.
 
     job     = model x mode x dtype x backend, on one device
     folder  = { results.jsonl      one line per job that ended: the job, seconds, rows (``lab.rows.Row``)
@@ -115,7 +116,7 @@ def plan(request: Request, device: Any) -> list[Job]:
     checked("model", request.only, every)
     for what, given, known in (("mode", request.modes, MODES), ("dtype", request.dtypes, DTYPES)):
         checked(what, given, known)
-    checked("backend", request.backends, BACKENDS)
+    checked("backend", request.backends, (*BACKENDS, *report.CHOICES))
     chosen = [m for m in every.values() if not request.only or m.name in request.only]
     real = device.type == "cuda" if request.size == "auto" else request.size == "real"
     steps = [
@@ -212,7 +213,8 @@ def carry_out(todo: Sequence[Job], workers: int, request: Request, about: dict[s
     """Yields a line per job that ended, ``workers`` processes at once, until ``request.seconds`` are over."""
     waiting = deque[list[Job]]()
     for job in todo:  # a second compiler would find what the first has left in Dynamo's and Python's caches
-        if job["backend"] == "eager" and waiting and {**waiting[-1][0], "backend": "eager"} == job:
+        own = job["backend"] not in ("eager", *report.CHOICES)
+        if not own and waiting and {**waiting[-1][0], "backend": job["backend"]} == job:
             waiting[-1].append(job)
         else:
             waiting.append([job])

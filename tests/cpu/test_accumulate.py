@@ -436,3 +436,11 @@ def test_what_is_known_takes_no_statements_and_little_memory() -> None:
     assert ops(f, I64) == [], "clamped in 32 bits, and within the tensor"
     order = fused(lambda x: (x.gather(1, (x > 0).argsort(dim=1, stable=True)),), torch.randn(5, 300))
     assert torch.int16 in [b.dtype for b in order.program.buffers.values() if b.kind == "temp"]
+
+
+@pytest.mark.parametrize("rows", [(), (3,)])
+def test_one_row(rows: tuple[int, ...]) -> None:
+    """Its place is known, and what reads it touches the same elements: after all additions only."""
+    x, i, y = torch.randn(1, *rows).bfloat16(), torch.tensor([0]), torch.randn(1, *rows).bfloat16()
+    f = fused(lambda x, i, y: (x.index_add(0, i, y, alpha=2) * 3,), x, i, y)
+    assert adding(f) and not any({s.buffer for s in n.stores() if s.reduce} & set(n.reads()) for n in kernels(f))

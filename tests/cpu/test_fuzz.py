@@ -7,7 +7,7 @@ values so far. It runs eagerly and compiled, forward and perhaps backward, with 
 Of two kinds: any ops, and updates in place: of inputs, temporaries and parts of them, which overlap, where inputs may
 be views of one another (from the first call on, or after a call with inputs that share nothing).
 
-    make fuzz N=5000            more of them, N of each kind
+    make fuzz N=5000            more of them, N of each kind, on all cores
     REFLIB_FUZZ_SECONDS=60      how long without N
     REFLIB_FUZZ_DEVICE=cuda     the inputs' device
 """
@@ -32,6 +32,7 @@ from tests.checking import call, clone, wrong
 COUNT = int(os.environ.get("REFLIB_FUZZ") or 0)
 SECONDS = float(os.environ.get("REFLIB_FUZZ_SECONDS") or 20)
 DEVICE = os.environ.get("REFLIB_FUZZ_DEVICE") or "cpu"
+MOST = 100  # programs of one test
 SHRINK = 60  # seconds spent on making a failure smaller
 FLOATS = ("float32", "float32", "float32", "float64", "bfloat16", "float16")
 OTHERS = ("int64", "int32", "int8", "uint8", "bool")
@@ -405,11 +406,12 @@ def run_fuzz(examples: int, round_seed: int | None, failed: dict[str, str], kind
     return ran
 
 
+@pytest.mark.parametrize("part", range(-(-COUNT // MOST) or 1))
 @pytest.mark.parametrize("kind", [programs, updating])
-def test_fuzz_random_graphs(kind: Any) -> None:
+def test_fuzz_random_graphs(kind: Any, part: int) -> None:
     start, ran = time.monotonic(), 0
     if COUNT:
-        ran = run_fuzz(COUNT, None, {}, kind)
+        ran = run_fuzz(min(MOST, COUNT - part * MOST), None, {}, kind)
     else:  # the same programs every time, as many as time allows
         round_seed = 0
         while time.monotonic() - start < SECONDS / 2:

@@ -1,6 +1,7 @@
 """Kernels get the same machine code whether all of libdevice is linked into them or what they call."""
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,13 @@ def test_where_what_is_left_cannot_be_linked_all_is(fresh_cache: Path, monkeypat
     monkeypatch.setattr(libdevice, "_linked", lambda *_: "another version's text")
     assert compile_kernel(kernel_of(["exp2"], torch.float32), parse_target("sm_90")).image
     assert (fresh_cache / "libdevice").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("name", ["floor", "ceil", "floor_divide", "remainder", "fmod"])
+def test_subnormal_numbers_are_not_0_where_a_function_jumps(name: str, dtype: torch.dtype) -> None:
+    """ceil(1e-40) is 1, as eager's. (A GPU's own test: test_like_eager_cuda.)"""
+    args = [torch.rand(1000, dtype=dtype)] * (1 if name in ("floor", "ceil") else 2)
+    (kernel,) = explain(getattr(torch, name), *args, target="sm_90").kernels
+    ptx = compile_kernel(kernel, parse_target("sm_90")).ptx
+    assert re.search(r"cvt\.r[mpz]i\.f32", ptx) and not re.search(r"(abs|cvt\.\w+)\.ftz", ptx)

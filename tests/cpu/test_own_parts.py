@@ -1,8 +1,13 @@
 """Composite ops that are taken apart in another way than torch does it."""
 
+import random
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+
+import reflib
 
 ROWS = [1028, 2056, 4112]  # half way between two numbers of bfloat16
 
@@ -23,3 +28,21 @@ def test_a_mean_counts_its_rows_exactly(rows: int, weighted: bool) -> None:
     torch._dynamo.reset()
     got = torch.compile(loss, backend="reflib")(x)
     assert got == torch.tensor(2.0).log().bfloat16()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8, torch.uint8])
+def test_integers_between_two_numbers(dtype: torch.dtype) -> None:
+    """Ends that are no integers are cut; numbers, tensors or one of either."""
+    rng = random.Random(str(dtype))
+    for _ in range(6):
+        least = 0 if dtype == torch.uint8 else -60
+        first, last = (rng.choice((rng.randint(least, 100), rng.uniform(least, 100))) for _ in range(2))
+        steps = rng.choice((1, 2, rng.randint(3, 90)))
+        kinds = [rng.random() < 0.5 for _ in range(2)]
+
+        def fn(*ends: Any, steps: int = steps) -> torch.Tensor:
+            return torch.linspace(*ends, steps, dtype=dtype)
+
+        ends = [torch.tensor(x) if kind else x for x, kind in zip((first, last), kinds, strict=True)]
+        torch._dynamo.reset()
+        assert torch.equal(reflib.compile(fn, dynamic=False)(*ends), fn(*ends)), (first, last, steps, kinds)

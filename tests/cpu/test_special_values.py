@@ -70,3 +70,17 @@ def test_functions_of_two_numbers(dtype):
     f = reflib.compile(lambda a, b: (torch.fmod(a, b), torch.remainder(a, b)))
     for name, got, want in zip(("fmod", "remainder"), f(a, b), (torch.fmod(a, b), torch.remainder(a, b)), strict=True):
         same(name, got[inside], want[inside], dtype)
+
+
+@DTYPES
+def test_means_of_rows_with_infinities(dtype):
+    """Beside a variance the mean is Welford's, which is NaN; not alone, nor of one number."""
+    x = torch.linspace(-2, 2, 54).reshape(6, 9).to(dtype)
+    x[1, 3], x[2, 5], x[3, 4], x[4, :2] = math.inf, -math.inf, math.nan, torch.tensor([math.inf, -math.inf])
+
+    def fn(x):
+        pairs = torch.var_mean(x, 1), torch.std_mean(x, 0, correction=0), torch.var_mean(x[:, 3:4], 1, correction=0)
+        return *(mean for _, mean in pairs), x.mean(1)
+
+    for i, (got, want) in enumerate(zip(reflib.compile(fn)(x), fn(x), strict=True)):
+        same(f"mean {i}", got, want, dtype, 0.25)

@@ -4,6 +4,7 @@ others follow from (``fuse.waist``)."""
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,7 @@ from fuse_cases import fused as check_fused
 from torch import Tensor
 
 import reflib
-from reflib.fuse import fuse, inline_loads, producers
+from reflib.fuse import fuse, inline_loads, producers, waist
 from reflib.ir.instructions import work_of
 from reflib.ir.loops import LoopNest
 from reflib.ir.program import Program
@@ -175,6 +176,28 @@ def test_gradients_are_eagers(f: Any, dtype: torch.dtype, monkeypatch: pytest.Mo
     torch.manual_seed(4)
     found = check_fused(gradients(f), torch.randn(2 * f.__code__.co_argcount, 2, 9, 7, dtype=dtype).unbind())
     assert any("_waist" in b for b in found.program.buffers) == (dtype == torch.float32)
+
+
+def test_what_results_of_16_bits_cost() -> None:
+    """Where what is stored is rounded, others that follow from the value need a copy in float32 beside it."""
+    seen: list[Any] = []
+
+    def f(x: Tensor) -> Tensor:
+        a = x.sin().tanh() * x
+        half, other = a.bfloat16(), a * 2 + 1
+        return half.roll(1, 0) * half.roll(3, 0) * other.roll(2, 0) * other.roll(5, 0)
+
+    with mock.patch.object(waist, "_cut", lambda work: seen.append(work) or set()):
+        fuse(lowered(f, [torch.empty(512, 4096)]), reflib.Options(), GPU)
+    (work,), points = seen, 512 * 4096
+    half, other = work.wanted
+    assert half.exact and other.exact and work.cost({half.store.value, other.store.value}) == (2 + 4) * 2 * points
+    a = work.loops.body[half.store.value].args[0]
+    costs = [
+        replace(work, wanted=[replace(half, store=replace(half.store, value=a), exact=exact), other]).cost({a})
+        for exact in (True, False)
+    ]
+    assert costs[1] - costs[0] == pytest.approx(4 * 2 * points)
 
 
 @pytest.mark.parametrize("f", [by_doubling, butterflies])

@@ -339,6 +339,16 @@ def test_means_by_hand() -> None:
     assert [(w["model"], w["over TorchInductor"]) for w in worst] == [("b", 1 / 6), ("c", 0.5), ("a", 2.0)]
 
 
+def test_what_options_cost() -> None:
+    """(Of the models where they were measured.)"""
+    rows = Rows([row("a", "reflib", 2.0), row("a", "batch_invariant", 3.0), row("b", "reflib", 1.0)])
+    rows += [row("b", "batch_invariant", 1.5), row("c", "reflib", 1.0)]
+    heads, body = report.costs_table(rows)
+    assert heads[3:] == ["batch_invariant"] and [line[0] for line in body] == ["geometric mean", "a", "b"]
+    assert {float(line[3]) for line in body} == {1.5}
+    assert report.costs_table(Rows([row("a", "reflib", 2.0)]))[1] == []
+
+
 def test_a_partial_sweep_says_how_much_is_there() -> None:
     """What is not measured yet is neither a failure nor in a mean, and comes last."""
     jobs = run.plan(run.Request(size="real"), None)

@@ -40,3 +40,41 @@ def test_training(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     want = step(model, model, x)
     got = step(model, reflib.compile(model, dynamic=False, **EAGER), x)
     assert [i for i, (a, b) in enumerate(zip(want, got, strict=True)) if not equal_bits(a, b)] == []
+
+
+@pytest.mark.parametrize("name", ["floor", "ceil", "floor_divide", "remainder", "fmod", "trunc", "frac", "sign"])
+def test_subnormal_numbers(name: str) -> None:
+    """They are not 0 where a function jumps."""
+    function = getattr(torch, name)
+    x = torch.tensor([1e-40, -1e-40, 1e-45, -3e-39, 0.0, -0.0, 0.5, -0.5], device="cuda").repeat(40)
+    args = (x, torch.full_like(x, 0.75)) if name in ("floor_divide", "remainder", "fmod") else (x,)
+    torch._dynamo.reset()
+    assert torch.equal(reflib.compile(function)(*args), function(*args))
+
+
+def test_integers_between_two_numbers() -> None:
+    """(Eager's kernel computes in float32.)"""
+    rng = random.Random(3)
+    for _ in range(12):
+        first, last = (rng.choice((rng.randint(-60, 100), rng.uniform(-60, 100))) for _ in range(2))
+
+        steps = rng.randint(3, 90)
+
+        def fn(
+            ends: torch.Tensor, first: float = first, last: float = last, steps: int = steps
+        ) -> list[torch.Tensor]:
+            plain = torch.linspace(first, last, steps, dtype=torch.int64, device="cuda")
+            return [plain, torch.linspace(ends[0], ends[1], steps, dtype=torch.int64, device="cuda")]
+
+        ends = torch.tensor([first, last], device="cuda")
+        torch._dynamo.reset()
+        assert all(map(torch.equal, reflib.compile(fn, dynamic=False)(ends), fn(ends))), (first, last)
+
+
+def test_strides_of_max_unpool() -> None:
+    """(On a GPU eager's result is contiguous whatever the input is.)"""
+    x = torch.randn(2, 3, 6, 8, device="cuda").to(memory_format=torch.channels_last)
+    pooled, at = torch.nn.functional.max_pool2d(x, 2, return_indices=True)
+    fn = torch.nn.functional.max_unpool2d
+    got, want = reflib.compile(fn)(pooled, at, 2), fn(pooled, at, 2)
+    assert torch.equal(got, want) and got.stride() == want.stride()

@@ -17,9 +17,12 @@ import random
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+FEW = 4  # samples of each group that come before all others
 
 
 def main() -> int:
@@ -31,7 +34,9 @@ def main() -> int:
     p.add_argument("--limit", type=int, default=0, help="most samples of an op, spread evenly (0: all)")
     p.add_argument("--batch", type=int, default=96, help="samples to one process and compiled library")
     p.add_argument("--jobs", type=int, default=1)
+    p.add_argument("--seconds", type=float, default=float("inf"), help="stop then; a later call goes on")
     p.add_argument("--shard", default="1/1")
+    p.add_argument("--seed", type=int, default=20240, help="of the samples' random numbers")
     p.add_argument("--entry", choices=("aot", "dynamo"), default="aot", help="dynamo: all through torch.compile")
     p.add_argument(
         "--until", choices=("lower", "fuse", "schedule", "wrap"), default="wrap", help="interpret that stage's program"
@@ -43,6 +48,7 @@ def main() -> int:
     p.add_argument("--report", action="store_true")
     p.add_argument("--show", metavar="KEY")
     a = p.parse_args()
+    a.until_time = time.monotonic() + a.seconds
     if a.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # OpInfos use a GPU where there is one, which no fork survives
     if a.show:
@@ -82,10 +88,7 @@ def run(a: argparse.Namespace, results: dict[str, Any]) -> None:
     def wanted(name: str) -> bool:
         return not patterns or any(fnmatch.fnmatchcase(name, x) for x in patterns)
 
-    found = groups(a.dtypes.split(","), a.modes.split(","), wanted, a.device)
-    tasks = make_tasks(found, a.limit, a.batch, set(results), a.shard)
-    total = sum(len(t.keys()) for t in tasks)
-    print(f"{total} samples in {len(tasks)} libraries; results in {a.out}", flush=True)
+    found = groups(a.dtypes.split(","), a.modes.split(","), wanted, a.device, a.seed)
     a.out.parent.mkdir(parents=True, exist_ok=True)
     counts: Counter[str] = Counter()
     start = last = time.monotonic()
@@ -101,36 +104,41 @@ def run(a: argparse.Namespace, results: dict[str, Any]) -> None:
             n, now = sum(counts.values()), time.monotonic()
             if now - last > 30:
                 last = now
-                left = (now - start) / n * (total - n)
-                print(f"[{n}/{total}] {dict(counts)}, about {left / 60:.0f} min left", file=sys.stderr, flush=True)
+                print(f"[{n} in {now - start:.0f} s] {dict(counts)}", file=sys.stderr, flush=True)
 
-        run_tasks(tasks, a.jobs, tell, a.entry, a.until)
-    print(f"{total} samples in {time.monotonic() - start:.0f} s")
+        tasks = make_tasks(found, a.limit, a.batch, set(results), a.shard)
+        run_tasks(tasks, a.jobs, tell, a.entry, a.until, a.device, a.until_time - time.monotonic())
+    print(f"{sum(counts.values())} samples in {time.monotonic() - start:.0f} s")
 
 
-def make_tasks(groups: list[Any], limit: int, batch: int, done: set[str], shard: str = "1/1") -> list[Any]:
-    """Tasks of about ``batch`` samples each, done ones left out."""
+def make_tasks(groups: list[Any], limit: int, batch: int, done: set[str], shard: str = "1/1") -> Iterator[Any]:
+    """Tasks of about ``batch`` samples each, done ones left out; made as they are asked for, since counting a GPU's
+    samples takes a minute. A few samples of every group come first: a run that is stopped has seen some of everything.
+    """
     from .samples import samples, spread
     from .workers import Task
 
     at, of = map(int, shard.split("/"))
-    tasks, parts, size = [], [], 0
-    for i, group in enumerate(groups):
-        if i % of != at - 1:
-            continue
-        numbers = [n for n in spread(len(samples(group)), limit) if f"{group.name}|{n}" not in done]
-        while numbers:
-            take = numbers[: batch - size]
-            numbers = numbers[len(take) :]
-            parts.append((group, tuple(take)))
-            size += len(take)
-            if size >= batch:
-                tasks.append(Task(tuple(parts)))
-                parts, size = [], 0
-    if parts:
-        tasks.append(Task(tuple(parts)))
-    random.Random(7).shuffle(tasks)  # a run that is stopped has seen some of everything
-    return tasks
+    groups = groups[at - 1 :: of]
+    random.Random(7).shuffle(groups)
+    done = set(done)
+    for most in (limit,) if limit else (FEW, 0):
+        parts, size = [], 0
+        for group in groups:
+            if most == FEW and not limit and f"{group.name}|0" in done:
+                continue  # an earlier run has seen some
+            numbers = [n for n in spread(len(samples(group)), most) if f"{group.name}|{n}" not in done]
+            done.update(f"{group.name}|{n}" for n in numbers)
+            while numbers:
+                take = numbers[: batch - size]
+                numbers = numbers[len(take) :]
+                parts.append((group, tuple(take)))
+                size += len(take)
+                if size >= batch:
+                    yield Task(tuple(parts))
+                    parts, size = [], 0
+        if parts:
+            yield Task(tuple(parts))
 
 
 def report(results: dict[str, dict[str, Any]]) -> int:

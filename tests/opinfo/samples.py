@@ -46,6 +46,7 @@ class Group:
     dtype: str
     mode: str
     device: str = "cpu"
+    seed: int = SEED
 
     @property
     def name(self) -> str:
@@ -53,7 +54,7 @@ class Group:
 
 
 def groups(
-    dtypes: Iterable[str], modes: Iterable[str], only: Callable[[str], bool], device: str = "cpu"
+    dtypes: Iterable[str], modes: Iterable[str], only: Callable[[str], bool], device: str = "cpu", seed: int = SEED
 ) -> list[Group]:
     """The groups that exist on ``device``, mode by mode, dtype by dtype."""
     out = []
@@ -65,15 +66,15 @@ def groups(
                 if mode == "backward" and not (op.supports_autograd and t.is_floating_point):
                     continue
                 if t in have and only(name):
-                    out.append(Group(name, dtype, mode, device))
+                    out.append(Group(name, dtype, mode, device, seed))
     return out
 
 
 def samples(group: Group) -> list[Any]:
     """The group's SampleInputs: the same ones each time."""
-    random.seed(SEED)
-    numpy.random.seed(SEED)
-    torch.manual_seed(SEED)
+    random.seed(group.seed)
+    numpy.random.seed(group.seed)
+    torch.manual_seed(group.seed)
     op, backward = ops()[group.op], group.mode == "backward"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

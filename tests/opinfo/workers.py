@@ -1,22 +1,33 @@
-"""Children that may crash. Each is forked from a parent that has imported everything and started no thread (for CUDA,
-which does not survive a fork, it is a Python of its own); it reports where it is before each risky step, so that a dead
-child is one crashed sample and the rest goes on."""
+"""Children that may crash. Each reports where it is before each risky step, so that a dead child is one crashed sample
+and the rest goes on.
+
+On the CPU a child is forked for each task, from a parent that has imported everything and started no thread. CUDA does
+not survive a fork (nor do gradients on a CPU where PyTorch is built for CUDA: one child in three was aborted): there a
+child is a Python of its own, which takes 10 s to start and so does one task after another. With several GPUs each child
+sees one of them.
+"""
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
+import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from .batch import Result, _brief, run_batch
 from .samples import Group, case, samples
 
 PATIENCE = 180  # seconds without a word
+CHUNK = 24  # samples that a child on a GPU captures before it runs them
 
 
 @dataclass(frozen=True)
@@ -35,15 +46,23 @@ class Task:
 
 @dataclass
 class Child:
-    """One forked process at work on a task: where it is, what is done, and how it said that it died."""
+    """A process at work on a task: where it is, what is done, and how it said that it died."""
 
-    task: Task
     process: Any
-    heard: float
+    pipe: Connection
+    errors: Path
+    task: Task = Task(())
+    heard: float = 0.0
     at: str = ""
     phase: str = "start"
     done: set[str] = field(default_factory=set)
     died: str = ""
+    idle: bool = False
+
+    def begin(self, task: Task) -> None:
+        self.task, self.done, self.at, self.phase, self.idle = task, set(), "", "start", False
+        self.heard = time.monotonic()
+        self.pipe.send(task)
 
     def hear(self, message: dict[str, Any], tell: Callable[[Result], None]) -> None:
         self.heard = time.monotonic()
@@ -54,22 +73,30 @@ class Child:
             setattr(self, name, value)
 
 
-def _work(task: Task, pipe: Connection, entry: str, until: str) -> None:
-    """In the child: judge the samples, saying where it is."""
+def _work(pipe: Connection, errors: Path, entry: str, until: str, chunk: int) -> None:
+    """In the child: judge the samples of its task, saying where it is; with ``chunk`` so many at a time, and the tasks
+    that come after. errors: what takes stderr."""
 
     def say(**message: Any) -> None:
         pipe.send(message)
 
     null = os.open(os.devnull, os.O_RDWR)
-    for n in (0, 1, 2):
+    for n in (0, 1):
         os.dup2(null, n)
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    torch.set_num_threads(1)
     try:
-        cases = []
-        for group, numbers in task.parts:
-            say(at=f"{group.name}|{numbers[0]}", phase="samples")
-            all_samples = samples(group)
-            cases += [case(group, n, all_samples[n]) for n in numbers]
-        run_batch(cases, say, entry=entry, until=until)
+        while True:
+            cases = []
+            for group, numbers in pipe.recv().parts:
+                say(at=f"{group.name}|{numbers[0]}", phase="samples")
+                all_samples = samples(group)
+                cases += [case(group, n, all_samples[n]) for n in numbers]
+            for start in range(0, len(cases), chunk or len(cases)):
+                run_batch(cases[start : start + (chunk or len(cases))], say, entry=entry, until=until)
+            say(idle=True)
+            if not chunk:
+                break
     except BaseException as e:
         where = traceback.extract_tb(e.__traceback__)[-1]
         say(died=f"{type(e).__name__}: {_brief(e)} ({os.path.basename(where.filename)}:{where.lineno})")
@@ -77,34 +104,80 @@ def _work(task: Task, pipe: Connection, entry: str, until: str) -> None:
         os._exit(0)  # none of the parent's clean-up
 
 
+def _children(folder: str, device: str, entry: str, until: str) -> Iterator[Child]:
+    """New processes, on a GPU for the visible devices by turns."""
+    context: Any = multiprocessing.get_context("spawn" if _stays(device) else "fork")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    for n, card in enumerate(itertools.cycle(_cards() if device == "cuda" else [visible])):
+        ours, theirs = context.Pipe()
+        errors = Path(folder, str(n))
+        args = (theirs, errors, entry, until, CHUNK * _stays(device))
+        process = context.Process(target=_work, args=args, daemon=True)
+        if device == "cuda":
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(card)
+        process.start()
+        if device == "cuda":
+            os.environ.pop("CUDA_VISIBLE_DEVICES")
+            os.environ.update({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+        theirs.close()
+        yield Child(process, ours, errors)
+
+
+def _stays(device: str) -> bool:
+    """Does a child do more than one task?"""
+    return device != "cpu" or torch.version.cuda is not None
+
+
+def _cards() -> list[str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(n) for n in range(torch.cuda.device_count())]
+
+
 def run_tasks(
-    tasks: list[Task], jobs: int, tell: Callable[[Result], None], entry: str = "aot", until: str = "wrap"
+    tasks: Iterable[Task],
+    jobs: int,
+    tell: Callable[[Result], None],
+    entry: str = "aot",
+    until: str = "wrap",
+    device: str = "cpu",
+    seconds: float = float("inf"),
 ) -> None:
-    """Run all tasks, ``jobs`` at a time. ``tell`` gets one Result for every sample."""
-    on_cpu = all(group.device == "cpu" for task in tasks for group, _ in task.parts)
-    context = multiprocessing.get_context("fork" if on_cpu else "spawn")
-    waiting = list(reversed(tasks))
-    running: dict[Connection, Child] = {}
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            task = waiting.pop()
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(task, theirs, entry, until), daemon=True)
-            process.start()
-            theirs.close()
-            running[ours] = Child(task, process, time.monotonic())
-        for pipe in wait(list(running), timeout=5):
-            child = running[pipe]
+    """Run all tasks, ``jobs`` at a time, or what can be had of them in ``seconds``. ``tell`` gets one Result for every
+    sample."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        _run(iter(tasks), _children(folder, device, entry, until), jobs, tell, entry, _stays(device), seconds)
+
+
+def _run(
+    waiting: Iterator[Task], new: Iterator[Child], jobs: int, tell: Callable[[Result], None], entry: str, stay: bool,
+    seconds: float,
+) -> None:  # fmt: skip
+    again = list[Task]()
+    running, idle = dict[Connection, Child](), list[Child]()
+    stop = time.monotonic() + seconds
+    while time.monotonic() < stop:
+        while len(running) < jobs and (task := again.pop() if again else next(waiting, None)):
+            child = idle.pop() if idle else next(new)
+            child.begin(task)
+            running[child.pipe] = child
+        if not running:
+            break
+        for pipe in wait(list(running), timeout=min(5, max(0, stop - time.monotonic()))):
+            child = running[pipe]  # type: ignore[index]
             try:
-                child.hear(pipe.recv(), tell)
+                child.hear(child.pipe.recv(), tell)
             except EOFError:
-                del running[pipe]
+                del running[child.pipe]
                 child.process.join()
-                waiting += _aftermath(child, entry, tell)
+                again += _aftermath(child, entry, tell)
+            if child.idle and stay:
+                idle.append(running.pop(child.pipe))
         for child in running.values():
             if time.monotonic() - child.heard > PATIENCE:
                 child.died, child.heard = "timeout", time.monotonic()
                 child.process.kill()
+    for child in (*running.values(), *idle):
+        child.process.kill()
 
 
 def _aftermath(child: Child, entry: str, tell: Callable[[Result], None]) -> list[Task]:
@@ -118,7 +191,9 @@ def _aftermath(child: Child, entry: str, tell: Callable[[Result], None]) -> list
         at = keys[0]
     if at and (child.phase in ("capture", "compile", "run", "aot_eager") or len(keys) == 1):
         status = "timeout" if died == "timeout" else "error" if died else "crash"
-        tell(Result(at, status, f"{child.phase}: {died or f'signal {-child.process.exitcode}'}", entry=entry))
+        last = child.errors.read_text(errors="replace").strip().splitlines()[-1:] if status == "crash" else []
+        why = " ".join([f"{child.phase}: {died or f'signal {-child.process.exitcode}'}", *last])
+        tell(Result(at, status, why[:400], entry=entry))
         rest = rest.without({at})
         return [rest] if rest.parts else []
     half = set(keys[len(keys) // 2 :])
