@@ -38,6 +38,7 @@ from ..schedule.axes import Space
 from .triton_facts import Form
 from .triton_ops import Printer
 
+_STRAIGHT = {"div": "divide", "sqrt": "root", "rsqrt": "inverse_root", "sigmoid": "logistic"}
 SEVERAL = 3  # exact divisions and roots of an element
 MANY = 4  # elements of a row that a thread has
 
@@ -119,7 +120,7 @@ class _Finder:
     def straight(self, i: int) -> Form | None:
         """An exact division or root without branches."""
         s = self.body[i]
-        helper = {"div": "divide", "sqrt": "root", "rsqrt": "inverse_root"}.get(getattr(s, "op", ""))
+        helper = _STRAIGHT.get(getattr(s, "op", ""))
         if helper is None or s.dtype != torch.float32 or self.halved(i):  # type: ignore[union-attr]
             return None
         return Form(f"{helper}({', '.join('{%d}' % n for n in range(len(s.args)))})", s.args, helper)  # type: ignore
@@ -241,6 +242,13 @@ def divide_row(a, b):
     q = a * inverse
     p = tl.fma(tl.fma(q, b, a * -1.0), inverse * -1.0, q)
     return tl.where(p == p, p, q) * scale
+''',
+    "logistic": '''
+def logistic(x):
+    """1 / (1 + exp(-x)), its division rounded once (but for one in a million)."""
+    b = 1.0 + libdevice.exp(0.0 - x)
+    q = 1.0 / b
+    return tl.where(b < float("inf"), tl.fma(tl.fma(0.0 - b, q, 1.0), q, q), q)
 ''',
     "root": '''
 def root(x):
