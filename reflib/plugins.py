@@ -183,8 +183,9 @@ PLUGS: dict[str, dict[str, str]] = {
     },
     "generate.SCANS": {"declare": "generate.triton_scans:declare", "scan": "generate.triton_scans:scan"},
     "generate.CHEAP": {
-        "forms": "generate.triton_half:cheap_forms", "order": "generate.triton_order:printing_order",
-    },  # fmt: skip
+        "forms": "generate.triton_half:cheap_forms",
+        "order": "generate.triton_order:printing_order",
+    },
     "plan.STEPS": {"Region": "plan.regions:region_steps"},
     "wrap.STEPS": {
         "Call": "wrap.checks:call_in_python",
