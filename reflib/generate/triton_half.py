@@ -33,6 +33,7 @@ from collections.abc import Sequence
 import torch
 
 from ..ir.loops import Const, Indirect, Op, Reduce, Stmt, Store, stmt_args
+from ..ir.program import Config
 from ..ir.transforms import varying
 from ..schedule.axes import Space
 from .triton_facts import Form
@@ -43,10 +44,9 @@ SEVERAL = 3  # exact divisions and roots of an element
 MANY = 4  # elements of a row that a thread has
 
 
-def cheap_forms(space: Space, exact: set[int], share: int) -> tuple[dict[int, Form], set[int]]:
-    """The forms by statement, of those in ``exact`` exact ones; and the statements whose values nothing uses. share:
-    elements per thread, if all threads have one row."""
-    finder, forms = _Finder(space), {}
+def cheap_forms(space: Space, exact: set[int], config: Config) -> tuple[dict[int, Form], set[int]]:
+    """The forms by statement, of those in ``exact`` exact ones; and the statements whose values nothing uses."""
+    finder, forms, share = _Finder(space), {}, _share(space, config)
     each = varying(space.body, space.reduced_vars)  # not once per row
     slow = {i: f for i in exact if (space.r is None or each[i]) and (f := finder.straight(i)) is not None}
     stores = {i for i, s in enumerate(space.body) if isinstance(s, Store)}
@@ -73,6 +73,12 @@ def cheap_forms(space: Space, exact: set[int], share: int) -> tuple[dict[int, Fo
             stack += forms[i].args if i in forms else stmt_args(space.body[i])
     dead = {i for i, s in enumerate(space.body) if isinstance(s, (Op, Indirect)) and i not in live}
     return {i: f for i, f in forms.items() if i in live}, dead
+
+
+def _share(space: Space, config: Config) -> int:
+    """Elements of a row that a thread has: of several rows per program, what it reads at once."""
+    share = config.rblock // (32 * config.num_warps)
+    return share if space.r is None or config.xblock == 1 else max(share, math.gcd(space.r.size.constant or 1, MANY))
 
 
 def _summed(body: Sequence[Stmt], exact: set[int]) -> set[int]:

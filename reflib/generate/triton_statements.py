@@ -6,7 +6,6 @@ alone is ``[1, RBLOCK]``, a row's maximum ``[XBLOCK, 1]``, a constant has no sha
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import gcd
 
 import torch
 
@@ -58,9 +57,7 @@ class StatementPrinter:
         self.order = ORDER[space.mode]
         every = {i for i, s in enumerate(space.body) if getattr(s, "op", "") != "rsqrt"}  # tl.rsqrt is eager's there
         self.exact = every if "exact" in dict(config.extras) else exact_values(space, buffers)
-        pieces = 1 if space.r is None or config.xblock == 1 else gcd(space.r.size.constant or 1, 4)  # read as one
-        share = max(config.rblock // (32 * config.num_warps), pieces)
-        self.forms, self.unread = CHEAP["forms"](space, self.exact, share) if "forms" in CHEAP else ({}, set())
+        self.forms, self.unread = CHEAP["forms"](space, self.exact, config) if "forms" in CHEAP else ({}, set())
         self.reread: set[int] = set()  # loads that a later pass repeats
 
     def statements(self) -> None:
