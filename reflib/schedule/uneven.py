@@ -43,6 +43,7 @@ PIECE = READ_BYTES // 2  # elements of half precision
 HALF = 1024  # threads of a multiprocessor
 HELD = 256  # bytes: 64 registers
 LINE = 128  # bytes that L1 looks up at once
+OFTEN = 2  # lookups per time of memory, of one element each, that other work hides
 BYTES = 20  # from memory, per cycle of a multiprocessor
 
 
@@ -125,7 +126,12 @@ def _pointwise(config: Config, t: Any, moved: list[Access], target: Target) -> C
         most = 4 * threads
     elif not all(_in_pieces(a, inner) for a in moved if not a.loaded):
         most = PIECE * threads
-    return replace(config, xblock=min(config.xblock, most))
+    most = min(config.xblock, most)
+    masked = {s.index for s in t.space.loads if s.mask is not None}
+    single = [a for a in moved if not a.loaded and (a.index in masked or not _in_pieces(a, inner))]
+    while most > 2 * threads and _lookups(single, inner, most // threads) > OFTEN * _memory(t):
+        most //= 2
+    return replace(config, xblock=most)
 
 
 def _unaligned(config: Config, t: Any, moved: list[Access], target: Target) -> Config:
