@@ -20,7 +20,8 @@
   instructions per warp for 256 bf16 columns of 64; with 16 elements 1,455), 8 in a longer one. All at once: 32.
 * **Columns of many streams**: a step's loads are HELD bytes per thread at most. (The gradient of max pooling, summed
   for a batch norm, reads 4 windows and as many int64 places: with 16 elements per thread 168 registers, 72 with 4.)
-* **Few programs of columns**, less than two per multiprocessor, go through a loop with 16 warps each.
+* **Few programs of columns**, less than two per multiprocessor, go through a loop with four
+  times as many warps and twice as many rows per step.
 * **Few programs** that keep all that they reduce in registers get more warps each, down to one read per thread, until
   half of the multiprocessors' threads are there: nothing else hides what a thread waits for.
 """
@@ -102,10 +103,10 @@ def _columns(config: Config, t: Any, target: Target) -> Config:
         each = sum(t.buffers[b].dtype.itemsize for b, _ in inside)
         while rows * x > 4 * threads and rows * x // threads * each > HELD:
             rows //= 2
-        warps, programs = config.num_warps, t.space.x.size.hint() // x
-        while warps < 16 and rows < length and programs < 2 * target.units:
-            rows, warps = 2 * rows, 2 * warps
-        return replace(config, rblock=rows, num_warps=warps)
+        config = replace(config, rblock=rows)
+        if config.num_warps <= 4 and rows < length and t.space.x.size.hint() < 2 * x * target.units:
+            return replace(config, rblock=2 * rows, num_warps=4 * config.num_warps)
+        return config
     if not variance or t.space.x.size.hint() < 2 * x * target.units:
         return config
     return replace(config, num_warps=min(config.num_warps, max(4, x * config.rblock // (32 * target.warp))))
