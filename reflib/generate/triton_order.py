@@ -8,7 +8,7 @@ write can be loaded earlier. AHEAD registers of a thread hold what waits for its
 
 from collections.abc import Sequence
 
-from ..ir.loops import Const, Index, Load, Stmt, Store, stmt_args
+from ..ir.loops import Const, Index, Load, Op, Stmt, Store, stmt_args
 from ..ir.program import Config
 from ..schedule.axes import Space
 
@@ -50,7 +50,7 @@ def _simple(body: Sequence[Stmt], load: Load) -> bool:
     todo = list(stmt_args(load))
     while todo:
         s = body[todo.pop()]
-        if isinstance(s, Load) or not (isinstance(s, (Const, Index)) or getattr(s, "op", "")):
+        if not isinstance(s, (Const, Index, Op)):
             return False
         todo += stmt_args(s)
     return True

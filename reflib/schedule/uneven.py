@@ -45,7 +45,7 @@ PIECE = READ_BYTES // 2  # elements of half precision
 HALF = 1024  # threads of a multiprocessor
 HELD = 256  # bytes: 64 registers
 LINE = 128  # bytes that L1 looks up at once
-OFTEN = 2  # lookups per time of memory, of one element each, that other work hides
+OFTEN = 2.4  # lookups per time of memory, of one element each, that other work hides
 BYTES = 20  # from memory, per cycle of a multiprocessor
 
 
