@@ -147,6 +147,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "store_once": "fuse.store_once:store_once",
         "narrow": "fuse.narrow:narrow",
         "across": "fuse.unroll:across",
+        "by_part": "fuse.unroll:by_part",
         "launches": "fuse.launch_epilogues:launch_epilogues",
         "overlap": "ranks.collectives:overlapped",
         "combine": "fuse.combine:combine",
@@ -183,7 +184,10 @@ PLUGS: dict[str, dict[str, str]] = {
         "scans": "generate.triton_scans",
     },
     "generate.SCANS": {"declare": "generate.triton_scans:declare", "scan": "generate.triton_scans:scan"},
-    "generate.CHEAP": {"forms": "generate.triton_half:cheap_forms"},
+    "generate.CHEAP": {
+        "forms": "generate.triton_half:cheap_forms",
+        "order": "generate.triton_order:printing_order",
+    },
     "plan.STEPS": {"Region": "plan.regions:region_steps"},
     "wrap.STEPS": {
         "Call": "wrap.checks:call_in_python",

@@ -9,7 +9,7 @@ import torch
 from reflib.generate.triton_half import HELPERS
 from reflib.lab.triton_child import complete_the_interpreter
 
-NAMES = "divide", "divide_row", "root", "inverse_root"
+NAMES = "divide", "divide_row", "root", "inverse_root", "logistic"
 TEXT = """import triton
 import triton.language as tl
 from triton.language.extra import libdevice
@@ -17,13 +17,14 @@ from triton.language.extra import libdevice
 {helpers}
 
 @triton.jit
-def every(x_ptr, y_ptr, q_ptr, r_ptr, s_ptr, i_ptr, N: tl.constexpr):
+def every(x_ptr, y_ptr, q_ptr, r_ptr, s_ptr, i_ptr, l_ptr, N: tl.constexpr):
     at = tl.arange(0, N)
     x, y = tl.load(x_ptr + at), tl.load(y_ptr + at)
     tl.store(q_ptr + at, divide(x, y))
     tl.store(r_ptr + at, divide_row(x, y))
     tl.store(s_ptr + at, root(x))
     tl.store(i_ptr + at, inverse_root(x))
+    tl.store(l_ptr + at, logistic(x))
 """
 
 
@@ -41,8 +42,8 @@ def main() -> str:
     sized = torch.randn(2, n, generator=gen) * torch.exp2(torch.randint(-60, 60, (2, n), generator=gen).float())
     x, y = sized.clone()
     x[:100], y[:100] = hard.repeat(10), hard.repeat_interleave(10)
-    q, r, s, i = (torch.empty(n) for _ in NAMES)
-    module.every[(1,)](x, y, q, r, s, i, N=n)
+    q, r, s, i, e = (torch.empty(n) for _ in NAMES)
+    module.every[(1,)](x, y, q, r, s, i, e, N=n)
     for got, want in ((q, x / y), (r, x / y), (s, x.double().sqrt().float()), (i, x.double().rsqrt().float())):
         torch.testing.assert_close(got, want, rtol=2.5e-7, atol=1e-44, equal_nan=True)
         assert torch.equal(got.isnan(), want.isnan())
@@ -50,6 +51,8 @@ def main() -> str:
         assert torch.equal(got.signbit()[~got.isnan()], (x / y).signbit()[~got.isnan()])
     assert torch.equal(r[100:], (x / y)[100:])
     assert (q == x / y).float().mean() > 0.99 and (s == x.double().sqrt().float())[x > 0].float().mean() > 0.99
+    whole = 1.0 / (1.0 + (-x.double()).exp().float())  # infinity where float32 has no such number
+    torch.testing.assert_close(e, whole, rtol=5e-7, atol=1e-44, equal_nan=True)
     return "ok"
 
 

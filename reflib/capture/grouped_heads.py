@@ -27,6 +27,8 @@ from .attention_call import equal, named, on_fakes, same_strides, value, writes
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 ROWS = 64
+_COPIES = ("repeat_interleave", "reshape", "view", "flatten", "_unsafe_view", "expand", "unsqueeze", "getitem",
+           "contiguous", "clone", "transpose")  # fmt: skip
 
 
 def grouped_heads(module: GraphModule, options: Options) -> GraphModule:
@@ -37,7 +39,6 @@ def grouped_heads(module: GraphModule, options: Options) -> GraphModule:
     for inner in graphs(module):
         calls = [n for n in inner.graph.nodes if named(n) == "scaled_dot_product_attention"]
         if sum([_grouped(inner.graph, n) for n in calls]):
-            inner.graph.eliminate_dead_code()
             inner.recompile()
     return module
 
@@ -75,7 +76,7 @@ def _grouped(graph: Graph, node: Node) -> bool:
         return False
     logger("attention").info("%s: %d heads are rows of one", node.name, g)
     node.replace_all_uses_with(out)
-    graph.erase_node(node)
+    _erase(graph, [node], {k, v})
     out.name = node.name
     return True
 
@@ -122,6 +123,16 @@ def _source(node: Any) -> Any:
 
 def _swapped(node: Node) -> set[int]:
     return {d % 4 for d in node.args[1:] if isinstance(d, int)}
+
+
+def _erase(graph: Graph, unused: list[Node], stay: set[Node]) -> None:
+    """The call and the copies that were made for it alone. No other node: a method that writes to a tensor, whose
+    result nobody needs, is dead to ``eliminate_dead_code`` (a cache's ``index_copy_``)."""
+    while unused:
+        node = unused.pop()
+        given = node.all_input_nodes
+        graph.erase_node(node)
+        unused += [n for n in given if not n.users and n not in stay and named(n) in _COPIES and not writes(n)]
 
 
 def _putter(graph: Graph) -> Callable[..., Node]:

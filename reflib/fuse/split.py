@@ -47,6 +47,7 @@ from .result import Fused
 BLOCK = 64  # a piece's length is a multiple of this where possible: generated loops go over rows in such steps
 COLUMNS = 64  # results per program of a column reduction: 128 bytes of half precision
 LINE = 64  # elements that one piece of a row reads next to each other: 128 bytes of half precision
+WHOLE = 512  # rows of a column reduction that a program keeps in registers, of 32 columns: all in one kernel
 PIECE = 256  # rows of a column reduction that are read all at once
 SECOND = 4_000_000  # bytes that a GPU moves in the time of the second kernel: 1 us of an H200
 MOST = 512  # pieces, for a second step that is short
@@ -86,7 +87,7 @@ def pieces_wanted(loops: LoopNest, buffers: dict[str, Buffer], target: Target) -
     rows, length = max(1, loops.numel.hint()), loops.rnumel.hint()
     if target.is_gpu and reduces_columns(loops):
         programs = -(-rows // COLUMNS)
-        if programs >= 2 * target.units or length < 256:
+        if programs >= 2 * target.units or length < 256 or (length <= WHOLE and rows >= 16 * target.units):
             return 1
         wanted = max(min(4 * target.units // programs, length // 64), min(length // PIECE, MOST))
     elif target.is_gpu:

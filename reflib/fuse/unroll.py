@@ -23,13 +23,15 @@ that are decided then go (``decided``): of three parts that a ``stack`` joins, a
 NB: TorchInductor writes out each reduction of fewer than 8 elements while lowering.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from math import inf
 from typing import TypeGuard
 
 from ..ir.expr import Atom, Expr, IntLike
-from ..ir.loops import Axis, BodyBuilder, Index, Indirect, Load, LoopNest, Op, Reduce, Scan, Stmt, map_stmt
+from ..ir.instructions import work_of
+from ..ir.loops import Axis, BodyBuilder, Index, Indirect, Load, LoopNest, Op, Reduce, Scan, Stmt, Store, map_stmt
 from ..ir.program import Buffer, Node, Program
 from ..ir.traffic import accesses, cost
 from ..ir.transforms import two_passes, varying
@@ -45,6 +47,8 @@ from .result import Fused, Reason
 
 LONGEST = 8  # elements: from a second row of them on, a thread has their registers twice
 MAX_WORK = 96  # loads and operations of one result
+LESS = 0.6  # of the instructions: what is left where a kernel's points are written out by part
+FILLED = 1024  # points per multiprocessor
 FAR = 64  # readers that are looked at
 _OPS = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum", "any": "or", "all": "and", "m2": "",
         "argmax": "maximum", "argmin": "minimum"}  # fmt: skip
@@ -133,10 +137,38 @@ def across(fused: Fused, options: Options, target: Target) -> Fused:
         written_out = unrolled(n)
         return written_out if len(written_out.body) <= MAX_BODY else n
 
+    return _with_nodes(fused, new)
+
+
+def _with_nodes(fused: Fused, new: Callable[[Node], Node]) -> Fused:
     nodes = tuple(map(new, fused.program.nodes))
     changed = {n.name: n for n, old in zip(nodes, fused.program.nodes) if n is not old}
     groups = tuple(replace(g, kind=kind_of(changed[g.name])) if g.name in changed else g for g in fused.groups)
     return replace(fused, groups=groups, program=replace(fused.program, nodes=nodes))
+
+
+def by_part(fused: Fused, options: Options, target: Target) -> Fused:
+    """The same kernels, elementwise ones over a short axis written out along it where that takes LESS of the
+    arithmetic: its elements are parts made in different ways (a ``stack`` of three colours), of which each is computed
+    for all, and lanes do not go along it. With enough points left for all threads."""
+    if not target.is_gpu:
+        return fused
+
+    def new(n: Node) -> Node:
+        if not isinstance(n, LoopNest) or n.reduced or any(s.reduce for s in n.stores()):
+            return n
+        for a in n.axes:
+            size, moved = a.size.constant or 0, [s for s in n.body if isinstance(s, (Load, Store))]
+            if not 1 < size <= LONGEST or n.numel.hint() < size * FILLED * target.units:
+                continue
+            if any(s.index.coefficient(a.var) in (None, -1, 1) for s in moved):
+                continue
+            out = unrolled(replace(n, axes=tuple(Axis(b.var, "r" if b is a else "p") for b in n.axes)))
+            if work_of(out) <= LESS * size * work_of(n) and len(out.body) <= MAX_BODY:
+                return out
+        return n
+
+    return _with_nodes(fused, new)
 
 
 def _strided(loops: LoopNest, buffers: dict[str, Buffer]) -> bool:

@@ -275,8 +275,7 @@ class PartPrinter(StatementPrinter):
         dtype, identity, helper = self._accumulator(s)
         value = self._masked(self.operand(s.args[0], dtype), identity)
         if s.kind in ("argmax", "argmin"):
-            index = self._masked(self.operand(s.args[1], torch.int64), str(2**63 - 1))
-            self._combine_pair(i, value, index)
+            self._first(i, value, self._positions(s))
         else:
             self._combine(i, value, dtype, helper)
 
@@ -285,16 +284,16 @@ class PartPrinter(StatementPrinter):
         dtype, identity, _ = self._accumulator(s)
         self.put(f"acc{i}{self.tag} = tl.full({FULL}, {identity}, {TL[dtype]})")
         if s.kind in ("argmax", "argmin"):
-            self.put(f"at{i}{self.tag} = tl.full({FULL}, {0 if self._in_order(s) else 2**63 - 1}, tl.int64)")
+            at = self._position_dtype(s)
+            self.put(f"at{i}{self.tag} = tl.full({FULL}, {0 if self._in_order(s) else torch.iinfo(at).max}, {TL[at]})")
 
     def _accumulate(self, i: int) -> None:
         s = self._reduction(i)
         dtype, identity, helper = self._accumulator(s)
         acc, value = f"acc{i}{self.tag}", self._masked(self.operand(s.args[0], dtype), identity)
         if s.kind in ("argmax", "argmin"):
-            index = self._masked(self.operand(s.args[1], torch.int64), str(2**63 - 1))
             at, helper = f"at{i}{self.tag}", f"{s.kind}_{'next' if self._in_order(s) else 'of'}"
-            self.put(f"{acc}, {at} = {self.needs.helper(helper)}({acc}, {at}, {value}, {index})")
+            self.put(f"{acc}, {at} = {self.needs.helper(helper)}({acc}, {at}, {value}, {self._positions(s)})")
         elif helper in ("sum_of", "product_of"):
             keep = "" if dtype.itemsize >= 4 else f".to({TL[dtype]})"
             sign = "+" if helper == "sum_of" else "*"
@@ -307,11 +306,18 @@ class PartPrinter(StatementPrinter):
         at, r = self.space.body[s.args[1]], self.space.r
         return isinstance(at, Index) and r is not None and at.expr == expr(r)
 
+    def _position_dtype(self, s: Reduce) -> torch.dtype:
+        return torch.int32 if self._in_order(s) and not self.wide else torch.int64
+
+    def _positions(self, s: Reduce) -> str:
+        dtype = self._position_dtype(s)
+        return self._masked(self.operand(s.args[1], dtype), str(torch.iinfo(dtype).max))
+
     def _finish(self, i: int) -> None:
         s = self._reduction(i)
         dtype, _, helper = self._accumulator(s)
         if s.kind in ("argmax", "argmin"):
-            self._combine_pair(i, f"acc{i}{self.tag}", f"at{i}{self.tag}")
+            self._first(i, f"acc{i}{self.tag}", f"at{i}{self.tag}")
         else:
             self._combine(i, f"acc{i}{self.tag}", dtype, helper)
 
@@ -326,9 +332,9 @@ class PartPrinter(StatementPrinter):
         self.put(f"{name} = {text}")
         self.values[i] = Value(name, frozenset("x"))
 
-    def _combine_pair(self, i: int, value: str, index: str) -> None:
-        s, name = self._reduction(i), self.name(i)
-        self.put(f"_, {name} = tl.reduce(({value}, {index}), 1, {self.needs.helper(s.kind + '_of')}, keep_dims=True)")
-        if s.dtype != torch.int64:
-            self.put(f"{name} = {name}.to({TL[s.dtype]})")
+    def _first(self, i: int, value: str, index: str) -> None:
+        """The extreme, then the least of its positions: shorter than one reduction of pairs."""
+        s, name, last = self._reduction(i), self.name(i), torch.iinfo(self._position_dtype(self._reduction(i))).max
+        best = f"tl.reduce({value}, 1, {self.needs.helper(self._accumulator(s)[2])}, keep_dims=True)"
+        self.put(f"{name} = {self.needs.helper('first_of')}({value}, {best}, {index}, {last}).to({TL[s.dtype]})")
         self.values[i] = Value(name, frozenset("x"))

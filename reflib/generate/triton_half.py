@@ -33,19 +33,20 @@ from collections.abc import Sequence
 import torch
 
 from ..ir.loops import Const, Indirect, Op, Reduce, Stmt, Store, stmt_args
+from ..ir.program import Config
 from ..ir.transforms import varying
 from ..schedule.axes import Space
 from .triton_facts import Form
 from .triton_ops import Printer
 
+_STRAIGHT = {"div": "divide", "sqrt": "root", "rsqrt": "inverse_root", "sigmoid": "logistic"}
 SEVERAL = 3  # exact divisions and roots of an element
 MANY = 4  # elements of a row that a thread has
 
 
-def cheap_forms(space: Space, exact: set[int], share: int) -> tuple[dict[int, Form], set[int]]:
-    """The forms by statement, of those in ``exact`` exact ones; and the statements whose values nothing uses. share:
-    elements per thread, if all threads have one row."""
-    finder, forms = _Finder(space), {}
+def cheap_forms(space: Space, exact: set[int], config: Config) -> tuple[dict[int, Form], set[int]]:
+    """The forms by statement, of those in ``exact`` exact ones; and the statements whose values nothing uses."""
+    finder, forms, share = _Finder(space), {}, _share(space, config)
     each = varying(space.body, space.reduced_vars)  # not once per row
     slow = {i: f for i in exact if (space.r is None or each[i]) and (f := finder.straight(i)) is not None}
     stores = {i for i, s in enumerate(space.body) if isinstance(s, Store)}
@@ -72,6 +73,12 @@ def cheap_forms(space: Space, exact: set[int], share: int) -> tuple[dict[int, Fo
             stack += forms[i].args if i in forms else stmt_args(space.body[i])
     dead = {i for i, s in enumerate(space.body) if isinstance(s, (Op, Indirect)) and i not in live}
     return {i: f for i, f in forms.items() if i in live}, dead
+
+
+def _share(space: Space, config: Config) -> int:
+    """Elements of a row that a thread has: of several rows per program, what it reads at once."""
+    share = config.rblock // (32 * config.num_warps)
+    return share if space.r is None or config.xblock == 1 else max(share, math.gcd(space.r.size.constant or 1, MANY))
 
 
 def _summed(body: Sequence[Stmt], exact: set[int]) -> set[int]:
@@ -119,7 +126,7 @@ class _Finder:
     def straight(self, i: int) -> Form | None:
         """An exact division or root without branches."""
         s = self.body[i]
-        helper = {"div": "divide", "sqrt": "root", "rsqrt": "inverse_root"}.get(getattr(s, "op", ""))
+        helper = _STRAIGHT.get(getattr(s, "op", ""))
         if helper is None or s.dtype != torch.float32 or self.halved(i):  # type: ignore[union-attr]
             return None
         return Form(f"{helper}({', '.join('{%d}' % n for n in range(len(s.args)))})", s.args, helper)  # type: ignore
@@ -241,6 +248,13 @@ def divide_row(a, b):
     q = a * inverse
     p = tl.fma(tl.fma(q, b, a * -1.0), inverse * -1.0, q)
     return tl.where(p == p, p, q) * scale
+''',
+    "logistic": '''
+def logistic(x):
+    """1 / (1 + exp(-x)), its division rounded once (but for one in a million)."""
+    b = 1.0 + libdevice.exp(0.0 - x)
+    q = 1.0 / b
+    return tl.where(b < float("inf"), tl.fma(tl.fma(0.0 - b, q, 1.0), q, q), q)
 ''',
     "root": '''
 def root(x):

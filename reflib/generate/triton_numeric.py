@@ -41,6 +41,11 @@ PRINTERS: dict[str, Printer] = {
 
 # -- helper functions -------------------------------------------------------------------------------
 HELPERS: dict[str, str] = {
+    "first_of": '''
+def first_of(v, best, at, last: tl.constexpr):
+    """The least position of each row's extreme; of NaN, if there is one."""
+    return tl.min(tl.where((v == best) | (v != v), at, last), 1, keep_dims=True)
+''',
     "argmax_of": '''
 def argmax_of(a, i, b, j):
     """The greater value's index; NaN wins, then the smaller index."""

@@ -57,12 +57,11 @@ class StatementPrinter:
         self.order = ORDER[space.mode]
         every = {i for i, s in enumerate(space.body) if getattr(s, "op", "") != "rsqrt"}  # tl.rsqrt is eager's there
         self.exact = every if "exact" in dict(config.extras) else exact_values(space, buffers)
-        share = config.rblock // (32 * config.num_warps)
-        self.forms, self.unread = CHEAP["forms"](space, self.exact, share) if "forms" in CHEAP else ({}, set())
+        self.forms, self.unread = CHEAP["forms"](space, self.exact, config) if "forms" in CHEAP else ({}, set())
         self.reread: set[int] = set()  # loads that a later pass repeats
 
     def statements(self) -> None:
-        for i in range(len(self.space.body)):
+        for i in CHEAP["order"](self.space, self.config) if "order" in CHEAP else range(len(self.space.body)):
             self.statement(i)
 
     def statement(self, i: int) -> None:

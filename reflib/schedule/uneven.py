@@ -20,6 +20,8 @@
   instructions per warp for 256 bf16 columns of 64; with 16 elements 1,455), 8 in a longer one. All at once: 32.
 * **Columns of many streams**: a step's loads are HELD bytes per thread at most. (The gradient of max pooling, summed
   for a batch norm, reads 4 windows and as many int64 places: with 16 elements per thread 168 registers, 72 with 4.)
+* **Few programs of columns**, less than two per multiprocessor, go through a loop with four
+  times as many warps and twice as many rows per step.
 * **Few programs** that keep all that they reduce in registers get more warps each, down to one read per thread, until
   half of the multiprocessors' threads are there: nothing else hides what a thread waits for.
 """
@@ -43,6 +45,7 @@ PIECE = READ_BYTES // 2  # elements of half precision
 HALF = 1024  # threads of a multiprocessor
 HELD = 256  # bytes: 64 registers
 LINE = 128  # bytes that L1 looks up at once
+OFTEN = 2.4  # lookups per time of memory, of one element each, that other work hides
 BYTES = 20  # from memory, per cycle of a multiprocessor
 
 
@@ -100,7 +103,10 @@ def _columns(config: Config, t: Any, target: Target) -> Config:
         each = sum(t.buffers[b].dtype.itemsize for b, _ in inside)
         while rows * x > 4 * threads and rows * x // threads * each > HELD:
             rows //= 2
-        return replace(config, rblock=rows)
+        config = replace(config, rblock=rows)
+        if config.num_warps <= 4 and rows < length and t.space.x.size.hint() < 2 * x * target.units:
+            return replace(config, rblock=2 * rows, num_warps=4 * config.num_warps)
+        return config
     if not variance or t.space.x.size.hint() < 2 * x * target.units:
         return config
     return replace(config, num_warps=min(config.num_warps, max(4, x * config.rblock // (32 * target.warp))))
@@ -125,7 +131,12 @@ def _pointwise(config: Config, t: Any, moved: list[Access], target: Target) -> C
         most = 4 * threads
     elif not all(_in_pieces(a, inner) for a in moved if not a.loaded):
         most = PIECE * threads
-    return replace(config, xblock=min(config.xblock, most))
+    most = min(config.xblock, most)
+    masked = {s.index for s in t.space.loads if s.mask is not None}
+    single = [a for a in moved if not a.loaded and (a.index in masked or not _in_pieces(a, inner))]
+    while most > 2 * threads and _lookups(single, inner, most // threads) > OFTEN * _memory(t):
+        most //= 2
+    return replace(config, xblock=most)
 
 
 def _unaligned(config: Config, t: Any, moved: list[Access], target: Target) -> Config:

@@ -104,3 +104,21 @@ def test_keys_that_are_written_to_meanwhile_are_copied_before() -> None:
     assert keys(fn, tensors()) == [G * TIMES]
     torch._dynamo.reset()
     check(fn, torch.compile(fn, backend="reflib", dynamic=False), *tensors())
+
+
+@pytest.mark.parametrize("repeat", [interleaved, expanded])
+def test_a_cache_is_written_to_before_it_is_read(repeat: Callable[[Tensor], Tensor]) -> None:
+    """The writes' results are used by nobody, and must stay when the copies go."""
+
+    def fn(q: Tensor, new: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+        k.index_copy_(2, at, new)
+        v[:, :, at] = new * 2
+        return F.scaled_dot_product_attention(q, repeat(k), repeat(v), attn_mask=keep(q))
+
+    q, k, v = tensors()
+    at, new = torch.tensor([3]), torch.randn(B, G, 1, D)
+    want, got = [k.clone(), v.clone()], [k.clone(), v.clone()]
+    expected = fn(q, new, *want, at)
+    torch.testing.assert_close(torch.compile(fn, backend="reflib")(q, new, *got, at), expected)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert keys(fn, [q, new, k, v, at]) == [G]

@@ -195,3 +195,23 @@ def test_a_scan_from_the_end_is_one_kernel(seed: int) -> None:
         lambda x: (from_end(x, dim), from_end(x, dim) - x),
     ):
         assert len(kernels(fused(fn, (x,)))) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_parts_that_a_stack_joins_are_computed_each_for_itself(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each point computed of all parts is computed once. Not where lanes would go along the parts."""
+    monkeypatch.setattr("reflib.fuse.unroll.FILLED", 0)
+    r = random.Random(seed)
+    x = torch.rand(r.randrange(2, 9), 3, r.randrange(9, 70), generator=_seeded(seed))
+
+    def mixed(x: Tensor, dim: int) -> tuple[Tensor]:
+        a, b, c = x.unbind(dim)
+        parts = torch.stack([a.pow(2.4) + b, (b + c).log1p(), (a + c).sin()], dim)
+        return (torch.where(parts > 0.5, parts, parts * x),)
+
+    def pows(dim: int, x: Tensor) -> list[tuple[int, int]]:
+        found = kernels(fused(lambda x: mixed(x, dim), (x,)))
+        return [(len(n.parallel), sum(getattr(s, "op", "") == "pow" for s in n.body)) for n in found]
+
+    assert pows(1, x) == [(2, 1)]
+    assert all(axes == 2 for axes, _ in pows(2, x.mT.contiguous()))

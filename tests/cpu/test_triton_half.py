@@ -50,6 +50,8 @@ def test_exact_quotients_by_one_number_per_row_take_its_reciprocal(seed: int) ->
     source = kernel_of(quantized, torch.randn(n, long)).source
     assert "= divide_row(" in source and source.count("div_rn") == 1
     assert "divide_row" not in kernel_of(quantized, torch.randn(100 * n, short)).source
+    pieces = 4 * rng.randrange(8, 30)  # several rows per program, read in pieces
+    assert "= divide_row(" in kernel_of(quantized, torch.randn(40 * n, pieces)).source
     assert "divide_row" not in kernel_of(quantized, torch.randn(n, long), numerics="eager").source
 
 
@@ -70,6 +72,8 @@ def test_several_exact_divisions_have_no_branches() -> None:
     assert "div_rn" not in several and "sqrt_rn" not in several and several.count(" = divide(") == 3
     eager = kernel_of(lambda x, y: fn(x, y, 3), x, y, numerics="eager").source
     assert "divide(" not in eager and "root(" not in eager
+    gates = kernel_of(lambda x, y: x.sigmoid() * y.sigmoid() + (x + y).sigmoid(), x, y).source
+    assert gates.count(" = logistic(") == 3 and "div_rn" not in gates
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton: it is interpreted")
