@@ -26,7 +26,7 @@ from .decided import Exprs, held, joined
 from .dependencies import Dependencies, dependencies, remove_dead
 from .legality import Cluster, common_space, single
 from .places import LAUNCH
-from .producers import Producer, gathers, make_producer, makes_all, replaced
+from .producers import Producer, gathers, make_producer, makes_all, places, replaced
 from .result import Fused, Reason
 from .split import row_major
 
@@ -192,7 +192,7 @@ def _should_inline(loops: LoopNest, position: int, p: Producer, work: _Work) -> 
         return False
     if not _moves_less(loops, p, work):
         return False
-    weighed = work.gpu and work.again.get(p.store.buffer) and not _reads_positions(p.loops)
+    weighed = work.gpu and work.again.get(p.store.buffer) and (not _reads_positions(p.loops) or _one_row(loads, p))
     if not weighed and not _cheap(loops, loads, p):
         return False
     if any(s.mask is not None for s in loads) and not all(nonneg(s.size - 1) for s in positions):
@@ -270,6 +270,8 @@ def _places(name: str, points: int, work: _Work, at: tuple[Expr, ...] = (), deep
         for s in reader.loads():
             if s.buffer == name:
                 there = at if n == points and s.index == whole else (*at, s.index.subs(numbered))
+                if any(isinstance(a, Ref) for a in s.index.atoms()):  # of its own values
+                    there = (*there, expr(r))
                 places[there] = n * held(reader.body, s.mask) / points
         if len(at) < MAX_MOVES and deep < DEEPEST and _passed_on(reader, work.depends):
             moves, made = _moves(reader), reader.writes()[0]
@@ -333,6 +335,15 @@ def _reads_positions(loops: LoopNest) -> bool:
     """Does it gather at places that a tensor holds? (Those of a reflected or repeated edge are computed.)"""
     places = (i for i, s in enumerate(loops.body) if isinstance(s, Indirect))
     return any(isinstance(loops.body[i], Load) for i in needed(loops.body, places))
+
+
+def _one_row(loads: list[Load], p: Producer) -> bool:
+    """Do all ``loads`` read elements of the rows that one position of a tensor chooses?"""
+    body = p.loops.body
+    chosen = needed(body, [i for i, s in enumerate(body) if isinstance(s, Indirect)])
+    along = {v for i in chosen for e in stmt_exprs(body[i]) for v in e.variables()}
+    rows = {tuple(at[v] for v in sorted(along, key=str)) for s in loads for at in [places(s.index, p)]}
+    return len(along) < sum(a.size != 1 for a in p.loops.axes) and len(rows) == 1
 
 
 def _cheap(loops: LoopNest, loads: list[Load], p: Producer) -> bool:
