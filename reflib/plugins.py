@@ -120,6 +120,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "into_place": "fuse.into_place:into_place",
         "temp_order": "fuse.temp_order:temp_order",
         "picks": "fuse.picks:picks",
+        "by_row": "fuse.unroll:by_row",
         "by_element": "fuse.unroll:by_element",
         "unroll": "fuse.unroll:unroll",
         "reverse": "fuse.reversal:reverse",
@@ -162,6 +163,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "one_order": "schedule.one_order:one_order",
         "mixed": "schedule.mixed:mixed",
         "sorts": "schedule.sorts:sorts",
+        "scans": "schedule.sorts:scans",
     },
     "schedule.ADJUST": {"uneven": "schedule.uneven:adjust", "pressure": "schedule.pressure:relieve"},
     "generate.PARTS": {

@@ -73,6 +73,7 @@ HALF = {
     "sigmoid": Half(lambda b, x: b.op("sigmoid", x), torch.sigmoid, "fast_dividef"),
     "power": Half(lambda b, x: b.op("pow", x, b.const(0.7, F32)), lambda x: x**0.7, "pow_half"),
     "power_of_positive": Half(lambda b, x: b.op("pow", b.op("abs", x), x), lambda x: x.abs() ** x, "pow_half"),
+    "root": Half(lambda b, x: b.op("sqrt", b.op("abs", x)), lambda x: x.abs().sqrt(), "root_half"),
     "exp": Half(lambda b, x: b.op("exp", x), torch.exp, "tl.exp2"),
 }
 

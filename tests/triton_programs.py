@@ -117,6 +117,36 @@ def _scans(x: torch.Tensor, i: torch.Tensor) -> Any:
     return [*sums, *x.cummax(-1), *i.cummin(-1), *i.cummax(0), x.logcumsumexp(-1), (i + x).cumsum(1).sum(1)]
 
 
+def _log_sums(x: torch.Tensor) -> Any:
+    x = x * 9
+    x[0, :3], x[1, 1030:1032], x[1, 1060] = float("-inf"), float("inf"), float("nan")
+    return x.logcumsumexp(-1)
+
+
+def _rotated(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Points by quaternions."""
+    q = F.normalize(q, dim=-1)
+    t = 2 * torch.linalg.cross(q[:, 1:], v)
+    return v + q[:, :1] * t + torch.linalg.cross(q[:, 1:], t)
+
+
+def _normals(points: torch.Tensor, faces: torch.Tensor) -> torch.Tensor:
+    """Of a mesh's points: the sums of their faces'."""
+    a, b, c = (points[faces[:, k]] for k in range(3))
+    normal, out = torch.linalg.cross(b - a, c - a), torch.zeros_like(points)
+    for k in range(3):
+        out = out.index_add(0, faces[:, k], normal)
+    return F.normalize(out.index_add(0, faces[:, 0], normal), dim=-1)
+
+
+def _channels(planes: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
+    """Depthwise convolutions."""
+    x = planes.flatten(1)
+    wide = F.conv2d(planes[None], w[:, None], b, stride=(2, 1), padding=(2, 1), dilation=(1, 2), groups=len(w))
+    causal = F.silu(F.conv1d(F.pad(x, (3, 0)), w[:, 0].repeat(1, 2)[:, None, :4], b, groups=len(w)))
+    return wide, causal, F.conv1d(x.double(), w[:, :1].double(), groups=len(w))
+
+
 def _sorts(x: torch.Tensor, i: torch.Tensor) -> Any:
     """Results that have one right value, of float32, half precision and integers."""
     finite, x = x, torch.where(i == 3, float("nan"), torch.where(i == 0, -0.0, x))
@@ -344,6 +374,12 @@ PROGRAMS: Programs = {
     "trained pools": (_trained_pools, lambda: (_ties(14, 9).float().requires_grad_(),), {}),
     "scans": (_scans, lambda: (randn(3, 7), _ties(3, 7)), {}),
     "looped scans": (_scans, lambda: (randn(2, 37), _ties(2, 37)), SHORT),
+    "log sums": (_log_sums, lambda: (randn(2, 1100),), {}),
+    "coordinates": (_rotated, lambda: (randn(1370, 4, requires_grad=True), randn(1370, 3, requires_grad=True)), {}),
+    "normals": (_normals, lambda: (randn(300, 3), torch.randint(0, 300, (1400, 3))), {}),
+    "channels": (_channels, lambda: (randn(3, 7, 10), randn(3, 3, 2), randn(3)), {}),
+    "kept and summed": (lambda x, y: (lambda z: (z, z.sum(0)))((x * y).relu()), lambda: (randn(1694, 65),) * 2, {}),
+    "columns behind a copy": (lambda x: x.t().contiguous().log_softmax(-1), lambda: (randn(1300, 70),), {}),
     "sorts": (_sorts, lambda: (randn(3, 7), _ties(3, 7)), {}),
     "sorted columns": (_sorts, lambda: (randn(11, 3).t(), _ties(11, 3).t()), {"max_fused_ops": 40}),
     "trained sorts": (

@@ -26,7 +26,7 @@ from .decided import Exprs, held, joined
 from .dependencies import Dependencies, dependencies, remove_dead
 from .legality import Cluster, common_space, single
 from .places import LAUNCH
-from .producers import Producer, gathers, make_producer, makes_all, replaced
+from .producers import Producer, gathers, make_producer, makes_all, places, replaced
 from .result import Fused, Reason
 from .split import row_major
 
@@ -40,6 +40,7 @@ DEEPEST = 32  # producers, each in the next, that are asked for one of them
 MAX_MOVES = 4  # paddings and concatenations, one after another, that are looked through
 SELECTS = {"where", "and", "or", "not", "lt", "le", "gt", "ge", "eq", "ne"}
 EXPENSIVE = frozenset(INSTRUCTIONS)
+Loads = list[tuple[tuple[Expr, ...], bool, float]]
 Place = tuple[int, tuple[Expr, ...], float]  # who reads, where, how much
 
 
@@ -60,7 +61,7 @@ class _Work:
     again: dict[str, bool] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)  # for one of these, the next is asked for
     alone: dict[str, Cluster] = field(default_factory=dict)
-    loads: dict[tuple[int, str], tuple[LoopNest, int, list[tuple[Expr, bool, float]]]] = field(default_factory=dict)
+    loads: dict[tuple[int, str], tuple[LoopNest, int, Loads]] = field(default_factory=dict)
 
     def reads_no_more(self, position: int, name: str) -> None:
         """And a producer that nothing reads any more reads nothing either."""
@@ -193,7 +194,7 @@ def _should_inline(loops: LoopNest, position: int, p: Producer, work: _Work) -> 
         return False
     if not _moves_less(loops, p, work):
         return False
-    weighed = work.gpu and work.again.get(p.store.buffer) and not _reads_positions(p.loops)
+    weighed = work.gpu and work.again.get(p.store.buffer) and (not _reads_positions(p.loops) or _one_row(loads, p))
     if not weighed and not _cheap(loops, loads, p):
         return False
     if any(s.mask is not None for s in loads) and not all(nonneg(s.size - 1) for s in positions):
@@ -265,8 +266,8 @@ def _places(name: str, points: int, work: _Work, at: tuple[Expr, ...] = (), deep
             continue
         n, loads = _loads(name, r, reader, work)
         places: dict[tuple[Expr, ...], float] = {}
-        for index, whole, part in loads:
-            places[at if n == points and whole else (*at, index)] = n * part / points
+        for there, whole, part in loads:
+            places[at if n == points and whole else (*at, *there)] = n * part / points
         if len(at) < MAX_MOVES and deep < DEEPEST and _passed_on(reader, work.depends):
             moves, made = _moves(reader), reader.writes()[0]
             for place, share in places.items():
@@ -281,7 +282,7 @@ def _places(name: str, points: int, work: _Work, at: tuple[Expr, ...] = (), deep
                 yield r, place, share
 
 
-def _loads(name: str, r: int, reader: LoopNest, work: _Work) -> tuple[int, list[tuple[Expr, bool, float]]]:
+def _loads(name: str, r: int, reader: LoopNest, work: _Work) -> tuple[int, Loads]:
     """The points of a reader, and its loads of a buffer: where, in terms that two loop nests have in common; is it
     where the reader stands? how much of the points? (Of a chain of producers, each asks for all that come behind.)"""
     known = work.loads.get((r, name))
@@ -289,8 +290,10 @@ def _loads(name: str, r: int, reader: LoopNest, work: _Work) -> tuple[int, list[
         axes = [a for a in reader.axes if a.size != 1]
         numbered: Exprs = {a.var: expr(Var(f"axis{k}", a.size)) for k, a in enumerate(axes)}
         whole = row_major(axes)
-        loads = [s for s in reader.loads() if s.buffer == name]
-        found = [(s.index.subs(numbered), s.index == whole, held(reader.body, s.mask)) for s in loads]
+        found: Loads = []
+        for s in (s for s in reader.loads() if s.buffer == name):
+            own = [expr(r)] if any(isinstance(a, Ref) for a in s.index.atoms()) else []  # where its own values say
+            found.append(((s.index.subs(numbered), *own), s.index == whole, held(reader.body, s.mask)))
         work.loads[r, name] = known = reader, max(1, (reader.numel * reader.rnumel).hint()), found
     return known[1], known[2]
 
@@ -343,6 +346,15 @@ def _reads_positions(loops: LoopNest) -> bool:
     """Does it gather at places that a tensor holds? (Those of a reflected or repeated edge are computed.)"""
     places = (i for i, s in enumerate(loops.body) if isinstance(s, Indirect))
     return any(isinstance(loops.body[i], Load) for i in needed(loops.body, places))
+
+
+def _one_row(loads: list[Load], p: Producer) -> bool:
+    """Do all ``loads`` read elements of the rows that one position of a tensor chooses?"""
+    body = p.loops.body
+    chosen = needed(body, [i for i, s in enumerate(body) if isinstance(s, Indirect)])
+    along = {v for i in chosen for e in stmt_exprs(body[i]) for v in e.variables()}
+    rows = {tuple(at[v] for v in sorted(along, key=str)) for s in loads for at in [places(s.index, p)]}
+    return len(along) < sum(a.size != 1 for a in p.loops.axes) and len(rows) == 1
 
 
 def _cheap(loops: LoopNest, loads: list[Load], p: Producer) -> bool:

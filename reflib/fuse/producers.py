@@ -132,6 +132,11 @@ def _small(load: Load, env: Exprs) -> bool:
     return all(_in_range(v, env) for v in walked)
 
 
+def places(index: Expr, p: Producer) -> Exprs:
+    """The producer's variables as functions of those of a load's ``index``."""
+    return _axes_at(index, p, {}, {})
+
+
 def _axes_at(index: Expr, p: Producer, narrow: Exprs, widen: Exprs) -> Exprs:
     """The producer's variables as functions of the consumer's, for the element at ``index``."""
     env: Exprs = {a.var: expr(0) for a in p.loops.axes if a.size == 1}

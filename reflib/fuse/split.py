@@ -36,19 +36,23 @@ from ..ir.loops import (
     stmt_args,
 )
 from ..ir.ops import identity
-from ..ir.program import Buffer, Node
+from ..ir.program import Buffer, Node, Program
 from ..ir.transforms import eliminate_dead, merge_axes, needed, varying
 from ..lower.context import contiguous_strides
 from ..options import Options
 from ..target import Target
+from .dependencies import Dependencies, dependencies
 from .mapping import fresh
 from .result import Fused
 
 BLOCK = 64  # a piece's length is a multiple of this where possible: generated loops go over rows in such steps
 COLUMNS = 64  # results per program of a column reduction: 128 bytes of half precision
+FEW, PAIRS = 16, 64  # ... of what is in no lines of its own, having so many times as many points as bytes are read
 LINE = 64  # elements that one piece of a row reads next to each other: 128 bytes of half precision
 WHOLE = 512  # rows of a column reduction that a program keeps in registers, of 32 columns: all in one kernel
 PIECE = 256  # rows of a column reduction that are read all at once
+ALIGNED = 8  # columns of which rows begin at 16 bytes: others are read more slowly in parts than whole
+FAR = 2.5  # times as many pieces as wanted, at most, that are equal: their sums take a tenth of what they are sums of
 SECOND = 4_000_000  # bytes that a GPU moves in the time of the second kernel: 1 us of an H200
 MOST = 512  # pieces, for a second step that is short
 WAVES = 16  # programs per multiprocessor, some 6 at a time: so many that few of these idle while the last ones end
@@ -62,17 +66,33 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
     once its choices are made: the two steps of a reduction that was cut before are not cut again."""
     if not options.split_reductions:
         return fused
-    program = fused.program
+    program, depends = fused.program, dependencies(fused.program)
     nodes: list[Node] = []
     buffers = dict(program.buffers)
-    for node in program.nodes:
-        wanted = pieces_by_length if options.batch_invariant else pieces_wanted
-        pieces = wanted(node, program.buffers, target) if isinstance(node, LoopNest) else 1
-        if isinstance(node, LoopNest) and pieces > 1 and can_split(node) and not was_split(node):
-            nodes += _split(node, pieces, buffers)
+    for position, node in enumerate(program.nodes):
+        if isinstance(node, LoopNest) and can_split(node) and not was_split(node):
+            pieces, least = _pieces(program, depends, position, node, options, target)
+            nodes += _split(node, pieces, buffers, least) if pieces > 1 else [node]
         else:
             nodes.append(node)
     return replace(fused, program=replace(program, nodes=tuple(nodes), buffers=buffers))
+
+
+def _pieces(
+    program: Program, depends: Dependencies, position: int, loops: LoopNest, options: Options, target: Target
+) -> tuple[int, int]:
+    """Into how many parts a row should be cut (1: not at all); and how many equal parts are better than unequal ones,
+    at least (0: only about as many). Neighbours of unequal parts are kernels of their own."""
+    if options.batch_invariant:
+        return pieces_by_length(loops, program.buffers, target), 0
+    pieces = pieces_wanted(loops, program.buffers, target)
+    if pieces == 1 or not target.is_gpu or not reduces_columns(loops):
+        return pieces, 0
+    columns = max(1, loops.numel.hint())
+    if _pairs(program, depends, position, loops):
+        return pieces_wanted(loops, program.buffers, target, FEW), 0
+    beside = columns % ALIGNED == 0 and _beside(program, depends, position, loops)
+    return pieces, -(-3 * target.units // -(-columns // COLUMNS)) if beside else 0
 
 
 def was_split(loops: LoopNest) -> bool:
@@ -80,13 +100,55 @@ def was_split(loops: LoopNest) -> bool:
     return any(re.fullmatch(r".*_part\d+", b) for b in (*loops.reads(), *loops.writes()))
 
 
-def pieces_wanted(loops: LoopNest, buffers: dict[str, Buffer], target: Target) -> int:
-    """Into how many parts a row should be cut: a power of two; 1: not at all."""
+def made_for(program: Program, depends: Dependencies, position: int, points: Expr) -> tuple[set[int], set[str]]:
+    """The reduction at ``position`` and the elementwise nodes that make its operand alone; and the buffers of as many
+    elements (``points``) that these read and others make or read as well."""
+    chain, touched, todo = {position}, set[str](), [position]
+    while todo:
+        at = todo.pop()
+        for name in program.nodes[at].reads():
+            writer = depends.last_writer(name, at)
+            maker = None if writer is None else program.nodes[writer]
+            alone = name not in depends.needed and set(depends.readers.get(name, [])) <= chain
+            if isinstance(maker, LoopNest) and not maker.reduced and alone and len(maker.writes()) == 1:
+                chain.add(writer)  # type: ignore[arg-type]
+                todo.append(writer)  # type: ignore[arg-type]
+            elif program.buffers[name].numel.hint() == points.hint():
+                touched.add(name)
+    return chain, touched
+
+
+def _beside(program: Program, depends: Dependencies, position: int, loops: LoopNest) -> bool:
+    """Is what columns are summed of made or read by elementwise work as well, before the sum? In equal pieces both are
+    one kernel."""
+    points = loops.numel * loops.rnumel
+    chain, touched = made_for(program, depends, position, points)
+    users = {at for b in touched for at in (*depends.readers.get(b, []), *depends.writers.get(b, []))}
+    nodes = {at: program.nodes[at] for at in users - chain if position not in depends.before[at]}
+    return any(isinstance(n, LoopNest) and not n.reduced and n.numel == points for n in nodes.values())
+
+
+def _pairs(program: Program, depends: Dependencies, position: int, loops: LoopNest) -> bool:
+    """Are its points made, element by element, of much less than there are: all pairs of the elements of two lists?"""
+    todo, read, most = [(position, b) for b in loops.reads()], dict[str, int](), (loops.numel * loops.rnumel).hint()
+    while todo and sum(read.values()) < most // PAIRS:
+        at, name = todo.pop()
+        writer = depends.last_writer(name, at)
+        maker = None if writer is None else program.nodes[writer]
+        if writer is not None and isinstance(maker, LoopNest) and not maker.reduced:
+            todo += [(writer, b) for b in maker.reads()]
+        else:
+            read[name] = program.buffers[name].nbytes.hint()
+    return not todo and sum(read.values()) < most // PAIRS
+
+
+def pieces_wanted(loops: LoopNest, buffers: dict[str, Buffer], target: Target, columns: int = COLUMNS) -> int:
+    """Into how many parts a row should be cut: a power of two; 1: not at all. ``columns``: results per program."""
     if not loops.reduced:
         return 1
     rows, length = max(1, loops.numel.hint()), loops.rnumel.hint()
     if target.is_gpu and reduces_columns(loops):
-        programs = -(-rows // COLUMNS)
+        programs = -(-rows // columns)
         if programs >= 2 * target.units or length < 256 or (length <= WHOLE and rows >= 16 * target.units):
             return 1
         wanted = max(min(4 * target.units // programs, length // 64), min(length // PIECE, MOST))
@@ -177,7 +239,7 @@ class Cut:
     exact: bool
 
 
-def _split(loops: LoopNest, wanted: int, buffers: dict[str, Buffer]) -> list[Node]:
+def _split(loops: LoopNest, wanted: int, buffers: dict[str, Buffer], least: int = 0) -> list[Node]:
     merged, axis, pieces = with_axis(loops, wanted)
     rows = axis if merged is loops else max(loops.reduced, key=lambda a: _step(loops, a))
     if (both := _cut_rows(loops, rows, wanted)) is not None:
@@ -185,7 +247,7 @@ def _split(loops: LoopNest, wanted: int, buffers: dict[str, Buffer]) -> list[Nod
         return [first, second_step(loops, rows.size * both[1].s.size, partials, buffers)]
     loops = merged
     if reduces_columns(loops):
-        pieces = equal_pieces(axis, pieces)
+        pieces = equal_pieces(axis, pieces, *((min(0.75, least / pieces), FAR) if least else ()))
     cut = cut_axis(axis, pieces, alone=all(a is axis or a.size == 1 for a in loops.reduced))
     first, partials = first_step(loops, cut, buffers)
     return [first, second_step(loops, cut.s.size, partials, buffers, cut)]
@@ -211,7 +273,8 @@ def equal_pieces(axis: Axis, pieces: int, least: float = 0.75, most: float = 1.2
     variance's a weight. (Of 100 x 28 x 28 rows one takes 2.6 times the instructions in 409 pieces of 192 as in 490 of
     160.)"""
     size, near = axis.size.constant or 0, range(ceil(least * pieces), int(most * pieces) + 1)
-    return min((n for n in near if size and size % n == 0), key=lambda n: abs(n - pieces), default=pieces)
+    equal = (n for n in near if size and size % n == 0)
+    return min(equal, key=lambda n: max(n, pieces) / min(n, pieces), default=pieces)
 
 
 def cut_axis(axis: Axis, pieces: int, alone: bool) -> Cut:

@@ -61,17 +61,21 @@ def split_online(fused: Fused, options: Options, target: Target) -> Fused:
         return fused
     program = fused.program
     maxima = {i: n for i, n in enumerate(program.nodes) if isinstance(n, LoopNest) and _is_maximum(n)}
+    if not maxima:
+        return fused
+    depends = dependencies(program)
+    maxima = {i: _inlined(fused, depends, i, n, copies=True) or n for i, n in maxima.items()}
     wanted = {i: pieces_wanted(n, program.buffers, target) for i, n in maxima.items()}
     if all(pieces == 1 for pieces in wanted.values()):
         return fused
     buffers = dict(program.buffers)
-    depends = dependencies(program)
     cut: dict[int, list[Node]] = {}
     for position, node in maxima.items():
         pieces = wanted[position]
         if pieces == 1 or with_axis(node, pieces)[0] is not node:
             continue
-        sums = {j: s for j in range(position + 1, len(program.nodes)) if (s := _sum_at(fused, depends, position, j))}
+        later = range(position + 1, len(program.nodes))
+        sums = {j: s for j in later if (s := _sum_at(fused, depends, position, node, j))}
         if sums:
             _, axis, pieces = with_axis(node, pieces)
             made = cut_axis(axis, pieces, alone=len(node.reduced) == 1)
@@ -89,11 +93,9 @@ def _is_maximum(loops: LoopNest) -> bool:
     return alone and can_split(loops) and not was_split(loops)
 
 
-def _sum_at(fused: Fused, depends: Dependencies, top: int, position: int) -> _Sum | None:
+def _sum_at(fused: Fused, depends: Dependencies, top: int, maximum: LoopNest, position: int) -> _Sum | None:
     """Node ``position``, if it is a sum of what is to be cut with the maximum at ``top``."""
-    nodes = fused.program.nodes
-    maximum, node = nodes[top], nodes[position]
-    assert isinstance(maximum, LoopNest)
+    node = fused.program.nodes[position]
     if not isinstance(node, LoopNest) or was_split(node) or not can_split(node):
         return None
     kinds = [s.kind for s in node.body if isinstance(s, Reduce)]
@@ -111,14 +113,19 @@ def _sum_at(fused: Fused, depends: Dependencies, top: int, position: int) -> _Su
     return None
 
 
-def _inlined(fused: Fused, depends: Dependencies, position: int, node: LoopNest) -> LoopNest | None:
-    """``node`` with one load along the row replaced by what computed it elementwise."""
+def _inlined(
+    fused: Fused, depends: Dependencies, position: int, node: LoopNest, copies: bool = False
+) -> LoopNest | None:
+    """``node`` with one load along the row replaced by what computed it elementwise. ``copies``: by what was copied (of
+    a transposed tensor, whose rows are columns of memory)."""
     for s in node.loads():
         writers = depends.writers.get(s.buffer, [])
         if not s.index.variables() & node.reduced_vars or len(writers) != 1 or writers[0] >= position:
             continue
         writer = fused.program.nodes[writers[0]]
         if not isinstance(writer, LoopNest) or writer.reduced or len(writer.stores()) != 1:
+            continue
+        if copies and len(writer.body) > 2:
             continue
         if any(not isinstance(x, Op) and not hasattr(x, "buffer") and not hasattr(x, "value") for x in writer.body):
             continue  # loads, constants and ops alone

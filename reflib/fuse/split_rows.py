@@ -23,7 +23,7 @@ from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies
 from .result import Fused
-from .split import can_split, cut_axis, new_part, pieces_wanted, row_major, second_step, with_axis
+from .split import can_split, cut_axis, made_for, new_part, pieces_wanted, row_major, second_step, with_axis
 
 _KINDS = ("sum", "prod", "max", "min", "any", "all")
 SHARED = 8_000_000  # bytes read once instead of twice that are worth a further step: 2 us of an H200
@@ -85,7 +85,7 @@ def _beside(program: Program, depends: Dependencies, position: int, loops: LoopN
     pieces = pieces_wanted(loops, program.buffers, target)
     if pieces == 1 or cut_axis(*with_axis(loops, pieces)[1:], alone=False).exact:
         return 0  # a kernel for both is made as it is
-    chain, touched = _made_for(program, depends, position, sizes)
+    chain, touched = made_for(program, depends, position, product(sizes))
     after = _dependents(program, depends, position)
     shared = set[str]()
     for b in touched:
@@ -96,24 +96,6 @@ def _beside(program: Program, depends: Dependencies, position: int, loops: LoopN
     saved = sum(program.buffers[b].nbytes.hint() for b in shared)
     steps = sum(isinstance(s, Reduce) for s in loops.body) * 4 * lengths[rows]
     return rows if saved >= SHARED and PARTS * steps <= saved else 0
-
-
-def _made_for(program: Program, depends: Dependencies, position: int, sizes: list[Expr]) -> tuple[set[int], set[str]]:
-    """The reduction and the elementwise nodes that make its operand alone; and buffers of as many elements that these
-    read and others make or read as well."""
-    chain, touched, todo = {position}, set[str](), [position]
-    while todo:
-        at = todo.pop()
-        for name in program.nodes[at].reads():
-            writer = depends.last_writer(name, at)
-            maker = None if writer is None else program.nodes[writer]
-            alone = name not in depends.needed and set(depends.readers.get(name, [])) <= chain
-            if isinstance(maker, LoopNest) and not maker.reduced and alone and len(maker.writes()) == 1:
-                chain.add(writer)  # type: ignore[arg-type]
-                todo.append(writer)  # type: ignore[arg-type]
-            elif program.buffers[name].numel.hint() == product(sizes).hint():
-                touched.add(name)
-    return chain, touched
 
 
 def _dependents(program: Program, depends: Dependencies, position: int) -> set[int]:

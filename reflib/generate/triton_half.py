@@ -11,6 +11,7 @@ distribution below 1e-9 has an absolute error below 1e-12):
 * ``1 + tanh(u)`` is ``2 / (1 + exp(-2u))``.
 * A power is 2 to the power of a logarithm, where the base is not negative or the exponent a number that is no integer.
   Not of what is added up in full precision: there the hardware's logarithm would show.
+* A square root is the hardware's approximation, also of what it would take for 0.
 * ``a / (1 + exp(b))``, and ``a / sum(exp(b))`` over a row, need no care for divisors that are tiny.
 
 ``cheap_forms`` finds them in a body; ``erf`` and ``tanh`` alone have helpers as well. Powers under 2^-126 become 0.
@@ -111,6 +112,8 @@ class _Finder:
             return self._one_plus_tanh(i)
         if s.op == "div":
             return self._divide(*s.args)
+        if s.op == "sqrt":
+            return Form("root_half({0})", s.args, "root_half")
         return self._power(*s.args) if s.op == "pow" else None
 
     def halved(self, i: int) -> Form | None:
@@ -255,6 +258,13 @@ def logistic(x):
     b = 1.0 + libdevice.exp(0.0 - x)
     q = 1.0 / b
     return tl.where(b < float("inf"), tl.fma(tl.fma(0.0 - b, q, 1.0), q, q), q)
+''',
+    "root_half": '''
+def root_half(x):
+    """The square root, good to 2 units in the last place."""
+    small = x < 1e-30
+    q = tl.sqrt(tl.where(small, x * 18446744073709551616.0, x))
+    return tl.where(small, q * 2.3283064365386963e-10, q)
 ''',
     "root": '''
 def root(x):

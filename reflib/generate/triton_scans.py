@@ -29,14 +29,15 @@ def _scan_at(printer: PartPrinter, i: int) -> tuple[Scan, list[torch.dtype], lis
     """The statement, the dtypes of its operands, and the names that carry their values."""
     s = printer.space.body[i]
     assert isinstance(s, Scan)
-    names = [f"{n}{i}{printer.tag}" for n in ("carry", "at")]
-    return s, [printer.dtype(a) for a in s.args], names[: len(s.args)]
+    names, dtypes = [f"{n}{i}{printer.tag}" for n in ("carry", "at")], [printer.dtype(a) for a in s.args]
+    dtypes = dtypes * 2 if s.kind == "logsumexp" else dtypes
+    return s, dtypes, names[: len(dtypes)]
 
 
 def declare(printer: PartPrinter, i: int) -> None:
     """What precedes the row."""
     s, dtypes, carries = _scan_at(printer, i)
-    first = (literal(start(s.kind, dtypes[0]), dtypes[0]), "0")
+    first = (literal(start(s.kind, dtypes[0]), dtypes[0]), "1.0" if s.kind == "logsumexp" else "0")
     for name, value, dtype in zip(carries, first, dtypes):
         printer.put(f"{name} = tl.full([XBLOCK, 1], {value}, {TL[dtype]})")
 
@@ -52,6 +53,8 @@ def scan(printer: PartPrinter, i: int) -> None:
         return
     helper = combine(printer, s, dtypes[0])
     blocks = [printer.operand(a, dtype) for a, dtype in zip(s.args, dtypes)]
+    if s.kind == "logsumexp":  # pairs (m, n) that stand for m + log(n): no logarithm, and one exponential, each time
+        blocks.append(f"tl.full([XBLOCK, RBLOCK], 1.0, {TL[dtypes[0]]})")
     names = [f"so_far{i}{printer.tag}", printer.name(i)][-len(blocks) :]
     operand = blocks[0] if len(blocks) == 1 else f"({', '.join(blocks)})"
     printer.put(f"{', '.join(names)} = tl.associative_scan({operand}, 1, {helper})")
@@ -61,6 +64,8 @@ def scan(printer: PartPrinter, i: int) -> None:
         for carry, name, dtype in zip(carries, names, dtypes):
             back = f".to({TL[dtype]})" if dtype.itemsize < 4 else ""
             printer.put(f"{carry} = tl.sum(tl.where({last}, {name}, 0), axis=1, keep_dims=True){back}")
+    if s.kind == "logsumexp":
+        printer.put(f"{names[-1]} = {names[0]} + {printer.needs.lib('log')}({names[-1]})")
     printer.values[i] = Value(names[-1], frozenset("xr"))
 
 
@@ -75,11 +80,11 @@ HELPERS = {
     "argmax_so_far": _ARG.format(name="argmax", which="greatest", sign=">="),
     "argmin_so_far": _ARG.format(name="argmin", which="least", sign="<="),
     "logsumexp_so_far": '''
-def logsumexp_so_far(a, b):
-    """log(exp(a) + exp(b)) without overflow; of two equal infinities, that one."""
-    high = tl.where((a > b) | (a != a), a, b)
-    low = tl.where((a > b) | (a != a), b, a)
-    same = (low == high) & (tl.abs(low) == float("inf"))
-    return tl.where(same, low, high + libdevice.log1p(libdevice.exp(low - high)))
+def logsumexp_so_far(a, i, b, j):
+    """The greater value, NaN first, and how many times its exponential both together are. (Of equal infinities any
+    multiple will do.)"""
+    apart = tl.abs(a - b)
+    less = tl.where(apart < 128.0, tl.exp2(apart * -1.4426950408889634), 0.0)
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL), tl.where(a > b, i + j * less, i * less + j)
 ''',
 }

@@ -99,10 +99,10 @@ class Traffic:
 
     @property
     def shared(self) -> bool:
-        """Of a reduction: is what it reads along r the same for each x (all pairs of two lists)?"""
+        """Of a reduction: is what it reads along r the same for neighbours x (all pairs of two lists, of a batch)?"""
         x, r = self.space.x, self.space.r
         assert r is not None
-        return not any(a.varies(x) and a.varies(r) for a in accesses(self.space.body, self.buffers))
+        return all(a.sectors({x: WARP}) == 1 for a in accesses(self.space.body, self.buffers) if a.varies(r))
 
     def columns(self) -> bool:
         """Of a reduction: does a warp touch fewer sectors when its lanes go along x, one result each, than along r?"""
@@ -200,11 +200,11 @@ def _columns(t: Traffic, rows: int, length: int, target: Target) -> Config:
     which read 16 elements per thread in a step (8 by twice as many warps take 1.08 times as long, sums on an H100; but
     few programs that go on for long need the threads: 2^23 rows of 16 take 1.61 of a copy's time without, 1.05 with);
     all at once where that is little, or is read again. Where results are few, fewer and all: to hide latency. What all
-    results are made of is in no lines of their own: at least 4 programs per multiprocessor."""
+    results are made of is in no lines of their own: at least 8 programs per multiprocessor."""
     assert t.space.r is not None
     rblock, once = _pow2(length), t.passes == 1
     x = min(max(128 // t.width if once else 32, 1024 // rblock), _pow2(rows))
-    while x > 1 and rows < x * target.units * (4 if t.shared else 0.5 if x <= 32 else 1):
+    while x > 1 and rows < x * target.units * (8 if t.shared else 0.5 if x <= 32 else 1):
         x //= 2
     most = 16384 if t.streams == 1 and rows < 4 * x * target.units else 8192 if t.streams == 1 and not once else 4096
     if t.space.r.size.constant is not None and x * rblock <= most:  # else the next size may be a longer one

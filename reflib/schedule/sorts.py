@@ -1,9 +1,13 @@
-"""Launches of kernels that sort rows: each row in registers, of one warp wherever possible.
+"""Launches of kernels that sort or scan rows at length: programs of one warp wherever possible.
 
 A step of a sorting network exchanges elements at a distance that is a power of two: within a thread, between lanes by
 shuffles, or between warps through shared memory, with a barrier. So a row of up to 4 elements per lane takes a part of
 a warp, and a program has four warps; of longer ones, a program is one warp. Where memory runs across rows, lanes go
 along these, and a thread holds as much of its row as its registers allow.
+
+A scan combines twice per element within threads, five times per lane between lanes, and more between warps, which wait
+for each other. Where a combination takes long (an exponential), that counts: one block of 16 warps per row of 5,178
+takes 2.7 times the instructions of blocks of one warp. Of two scans (a gradient's) registers hold fewer elements.
 """
 
 from typing import Any
@@ -40,3 +44,21 @@ def sorts(
     while xblock > 1 and rows < xblock * target.units * 4:
         xblock, warps = xblock // 2, max(1, warps // 2)
     return Config("persistent", xblock=xblock, rblock=rblock, num_warps=warps), ()
+
+
+def scans(
+    traffic: list[Any], target: Target, options: Options, general: bool
+) -> tuple[Config, tuple[Assume, ...]] | None:
+    """The launch of a kernel that scans long rows by exponentials, and does nothing else along them; else None."""
+    found = [t for t in traffic if any(isinstance(s, Scan) and s.kind == "logsumexp" for s in t.space.body)]
+    if len(traffic) != 1 or not found or found[0].passes > 1 or found[0].columns():
+        return None
+    rows, length = (max(1, v.size.hint()) for v in (found[0].space.x, found[0].space.r))
+    count = sum(isinstance(s, Scan) for s in found[0].space.body)
+    block, warps = max(4, HELD // count**2) * target.warp, 1
+    if length <= block:
+        return None
+    while warps < 16 and length > block * warps and rows * warps < 16 * target.units:
+        warps *= 2
+    rblock = min(block * warps, block * warps // 2, key=lambda n: (-(-length // n) * n, -n))
+    return Config("looped", xblock=1, rblock=rblock, num_warps=warps), ()

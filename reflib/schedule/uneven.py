@@ -7,10 +7,9 @@
   norm, 103 columns: 64 us with 4 warps, 36 with one), two rows per program where it is long (RMS norm, 1365: 31, 25).
 * **Pointwise** kernels give a thread neighbouring elements; of a stride, each lane of a request is then in a line of
   its own, and L1 looks one line up per cycle: 8 bf16 per thread, every second one of memory, are 8 lines per request,
-  and all requests take 1.0 cycles per element where memory takes 0.3 (a gate of interleaved columns: 40 us where
-  TorchInductor takes 24). Fewer elements per thread, down to 2, until L1 takes half of memory's time at most (max
-  pooling of 31 x 31: 21 us with 8, 8 with 2). Of unaligned streams 8 are right, of eight streams or more 4, for the
-  registers.
+  and all requests take 1.0 cycles per element where memory takes 0.3 (a gate of interleaved columns: 58 us with 8, 64
+  with 2 where TorchInductor takes 50). Fewer elements per thread, down to 2, until L1 keeps up with memory (max pooling
+  of 31 x 31: 21 us with 8, 8 with 2). Of unaligned streams 8 are right, of eight streams or more 4, for the registers.
 * **Rows that memory runs across** (features of a convolution normalized over channels): as many rows per program as
   sectors hold, if that leaves much fewer of them.
 * **Rows of some tensors that are columns of others** (``(x + y.mT).sum(1)``): a loop over squares, which Triton reads
@@ -125,7 +124,7 @@ def _pointwise(config: Config, t: Any, moved: list[Access], target: Target) -> C
     most = config.xblock
     apart = [a for a in moved if not (a.loaded or _in_pieces(a, inner)) and _apart(a, inner)]
     if apart:
-        while most > 2 * threads and _lookups(apart, inner, most // threads) > _memory(t) / 2:
+        while most > 2 * threads and _lookups(apart, inner, most // threads) > _memory(t):
             most //= 2
     elif t.streams >= 8:
         most = 4 * threads

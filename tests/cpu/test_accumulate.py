@@ -340,6 +340,38 @@ def test_a_sum_of_sums_is_one(dtype: torch.dtype) -> None:
     assert len({s.buffer for n in adding(f) for s in n.stores() if s.reduce}) == 1
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_additions_to_one_tensor_are_one_kernel(seed: int) -> None:
+    """Also of one value at one position twice. What each row's position chooses is gathered there, of all its columns
+    that are needed; what is computed from gathered rows is not computed again for each."""
+    rng = random.Random(seed)
+    n, m = rng.randrange(5, 30), rng.randrange(40, 90)
+    x, e = torch.randn(n, 3), torch.randint(0, n, (m, 2))
+
+    def both(x: Any, e: Any) -> Any:
+        d = x[e[:, 0]].roll(1, 1) * x[e[:, 1]].roll(-1, 1)
+        out = torch.zeros_like(x).index_add(0, e[:, 0], d).index_add(0, e[:, 1], d)
+        return (out.index_add(0, e[:, 1], d),)
+
+    f = fused(both, x, e)
+    (only,) = adding(f)
+    assert len(only.stores()) == 3 and len(kernels(f)) == 2
+
+    def between(x: Any, e: Any, v: Any) -> Any:
+        once = torch.zeros_like(x).index_add(0, e[:, 0], v)
+        return (once.index_add(0, e[:, 1], once[e[:, 0]] * v),)
+
+    found = adding(fused(between, x, e, torch.randn(m, 3)))
+    assert [len(n.stores()) for n in found] == [1, 1], "the first sum is read"
+
+    def around(x: Any, e: Any) -> Any:
+        y = (x.sin() / x.norm(dim=-1, keepdim=True)).exp() / x.cos()
+        return (y[e[:, 0]] + y[e[:, 1]] * y[e[:, 0] * 0],)
+
+    big = torch.randint(0, n, (n * 9, 2))
+    assert len([s for k in kernels(fused(around, x, big)) for s in k.body if isinstance(s, Op) and s.op == "exp"]) == 1
+
+
 def test_sums_that_something_else_reads_stay_apart() -> None:
     for what in (lambda a, b: a * b, lambda a, b: (a + b) * a, lambda a, b: a + b.flip(0), lambda a, b: a - b):
         assert filled(sums(2, what)) == 2

@@ -90,11 +90,33 @@ def test_calls_that_stay() -> None:
 
     assert not biased(x, full, b)
     assert biased(x, full, b, options=Options(target="cpu"))
-    assert biased(x, single, b, groups=4)
+    assert biased(x, ints(rng, 8, 1, 3, 3), ints(rng, 8), groups=4)
     assert not biased(x.contiguous(memory_format=torch.channels_last), single, b, groups=4)
-    assert not biased(x.float(), single.float(), b.float(), groups=4)
+    wide = ints(rng, 4, 1, 6, 6).float()
+    assert not biased(x.float(), wide, b.float(), groups=4)
     program = program_of(lambda x, w: torch.nn.functional.conv2d(x, w), x, full)
     assert len(program.nodes) == 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_depthwise_windows_are_loops(seed: int) -> None:
+    """Of all but channels-last tensors: one loop nest with eager's results, which fuses with what follows."""
+    rng = random.Random(seed)
+    dims, c, dtype = rng.choice([1, 2]), rng.randrange(2, 7), rng.choice([HALF, torch.float16, torch.float32])
+    x = ints(rng, rng.choice([1, 2]), c, *(rng.randint(7, 12) for _ in range(dims)), dtype=dtype)
+    w = ints(rng, c, 1, *(rng.randrange(1, 5) for _ in range(dims)), dtype=dtype)
+    how = [[rng.randrange(least, 3) for _ in range(dims)] for least in (1, 0, 1)]
+    b = rng.choice([None, ints(rng, c, dtype=dtype)])
+    given = (x, w) if b is None else (x, w, b)
+
+    def fn(*given):
+        return aten.convolution(*given[:2], given[2] if b is not None else None, *how, False, [0] * dims, c).relu()
+
+    program = program_of(fn, *given)
+    assert not calls(program)
+    same(interpret(program, list(given))[0], fn(*given))
+    eager = program_of(fn, *given, options=Options(target="sm_90", numerics="eager"))
+    assert len(calls(eager)) == 1
 
 
 def test_a_bias_fuses_with_what_follows() -> None:

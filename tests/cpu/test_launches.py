@@ -57,14 +57,14 @@ def test_neighbours_of_a_stride_are_not_given_to_one_thread() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_second_element_is_read_as_l1_can_look_lines_up(seed: int) -> None:
-    """2 neighbours per thread, of half precision as well: 8 would be 8 lines per request, most of them twice."""
+    """4 neighbours per thread of half precision: 8 would be 8 lines per request, most of them twice."""
     rng = random.Random(seed)
     rows, columns = rng.randrange(3000, 6000), rng.randrange(1500, 4000)
     x = half(rows, 2 * columns)
     ((config, _),) = launches(explained(lambda x: x[:, ::2] * x[:, 1::2].sigmoid(), x))
-    assert config.xblock == 2 * 32 * config.num_warps
+    assert config.xblock == 4 * 32 * config.num_warps
     ((whole, _),) = launches(explained(lambda x: x * x.sigmoid(), x))
-    assert whole.xblock >= 4 * config.xblock
+    assert whole.xblock >= 2 * config.xblock
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -106,6 +106,26 @@ def test_pairs_fill_the_chip(seed: int) -> None:
     x, y = torch.randn(n, 3), torch.randn(m, 3)
     for config, source in launches(explained(lambda x, y: (x[:, None] - y).abs().sum(-1).argmin(1), x, y)):
         assert n // config.xblock >= 4 * 132 and "argmin_next" in source
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_overlaps_in_a_batch_fill_the_chip(seed: int) -> None:
+    """Each image's pairs: neighbouring results read the same list, from the cache."""
+    r = random.Random(seed)
+    a = torch.rand(8, r.randrange(900, 1500), 2)
+    fn = lambda a: (torch.minimum(a[:, :, None], a[:, None]) * 2).prod(-1).amax(1)  # noqa: E731
+    (config, _) = launches(explained(fn, a))[-1]
+    assert config.xblock <= 16 and a.shape[0] * a.shape[1] // config.xblock >= 4 * 132
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_scans_of_exponentials_are_programs_of_one_warp(seed: int) -> None:
+    r = random.Random(seed)
+    rows, length = r.randrange(5000, 9000), r.randrange(2000, 9000)
+    ((config, source),) = launches(explained(lambda x: x.logcumsumexp(-1), torch.empty(rows, length)))
+    assert config.num_warps == 1 and config.rblock in (512, 1024) and source.count("libdevice.log(") == 1
+    ((few, _),) = launches(explained(lambda x: x.logcumsumexp(-1), torch.empty(40, length)))
+    assert few.num_warps > 1
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton_programs import colours
 
 import reflib
+from reflib.fuse import unroll
 from reflib.fuse.unroll import LONGEST
 
 
@@ -53,6 +54,27 @@ def test_all_distances_are_not_stored() -> None:
     x, y = torch.rand(45, 3, generator=_seeded(0)), torch.rand(37, 3, generator=_seeded(1))
     f = fused(nearest, (x, y))
     assert len(kernels(f)) == 2 and not any(b.kind == "temp" and b.numel == 45 * 37 for b in f.program.buffers.values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_coordinates_that_are_mixed_are_written_out(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes rows of a cross product and what takes them are one kernel, which reads each input once."""
+    monkeypatch.setattr(unroll, "LONG", 1)
+    n, g = random.Random(seed).randrange(50, 400), _seeded(seed)
+    q, v, w = torch.randn(n, 4, generator=g), torch.randn(n, 3, generator=g), torch.randn(n, 3, generator=g)
+
+    def fn(q: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        axis = F.normalize(q, dim=-1)[:, 1:]
+        t = torch.linalg.cross(axis, v * 2)
+        return v + q[:, :1] * t + torch.linalg.cross(axis, t), torch.linalg.cross(t, w.relu()).sum(-1)
+
+    (kernel,) = kernels(fused(fn, (q, v, w)))
+    assert not kernel.reduced and kernel.numel == n and len(kernel.loads()) == 4 + 3 + 3
+    assert len(kernels(fused(fn, (q, v, w), CPU))) > 1
+    (rolled,) = kernels(fused(lambda v: (v.roll(1, 1).sin() + v,), (v,)))
+    assert rolled.numel == n
+    (other,) = kernels(fused(lambda v: (v.flip(1).sin() + v,), (v,)))
+    assert other.numel == 3 * n, "linear in the coordinate"
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])

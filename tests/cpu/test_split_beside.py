@@ -58,6 +58,30 @@ def test_less_is_read(fn: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -
     assert len(kernels(together)) <= len(kernels(apart)) + 1
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_columns_beside_what_stays_are_summed_in_its_kernel(seed: int) -> None:
+    """In equal pieces, far from as many as wanted; what only the sum needs is cut into pieces that are not equal."""
+    rng = random.Random(seed)
+    n, piece = 8 * rng.randrange(5, 18), rng.choice([53, 59, 61, 67])
+    x, y = torch.randn(23 * piece, n), torch.randn(23 * piece, n)
+    f = fused(lambda x, y: ((x * y).relu(), (x * y).relu().sum(0)), (x, y))
+    assert len(kernels(f)) == 2 and large(f) == 2
+    (first, *_) = kernels(fused(lambda x, y: ((x * y).relu().sum(0),), (x, y)))
+    assert first.numel.hint() // n not in (23, piece)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_sums_over_pairs_are_not_cut(seed: int) -> None:
+    """Of a thousand boxes, the best overlap with each: 16 results per program fill the machine."""
+    rng = random.Random(seed)
+    a, b = torch.rand(rng.randrange(4300, 5000), 2), torch.rand(rng.randrange(300, 400), 2)
+
+    def overlaps(a, b):
+        return ((torch.minimum(a[None], b[:, None]) - torch.maximum(a[None] - 1, b[:, None] - 1)).prod(-1).amax(0),)
+
+    assert len([n for n in kernels(fused(overlaps, (a, b))) if n.reduced]) == 1
+
+
 def test_not_what_waits_for_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor where a row's sums would be as large as the row, nor where pieces of equal size are found."""
     monkeypatch.setattr(split_rows, "SHARED", 0)

@@ -55,6 +55,13 @@ def test_columns_are_read_once_too(dim: int) -> None:
     assert read(f, f.program.inputs[0]) == 1 and len(kernels(f)) == 2
 
 
+def test_columns_behind_a_copy_too() -> None:
+    """The rows of a transposed tensor, which was copied, are columns of memory."""
+    x = rows(2 * SIZES.randint(500, 900) + 1, SIZES.randint(40, 90))
+    f = fused(lambda x: (x.t().contiguous().logsumexp(1),), (x,))
+    assert read(f, f.program.inputs[0]) == 1 and len(kernels(f)) == 2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_dtypes(dtype: torch.dtype) -> None:
     x = rows(2, 65536, dtype)
