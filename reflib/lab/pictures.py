@@ -144,11 +144,13 @@ def draw_program(
 ) -> None:
     """Nodes, inputs, and the bytes that go between them. `box`: node -> (text, its colour, matplotlib's bbox)."""
     writer: dict[str, str] = {}
+    deep = {places[node.name][1] for node in program.nodes}
     for node in program.nodes:
         for b in node.reads():
             start = writer.get(b, b)
             if start in places and start != node.name:
-                _edge(ax, places[start], places[node.name], megabytes(program.buffers[b].nbytes.hint()))
+                outside = start == b and places[b][1] in deep  # an input with a node beside it
+                _edge(ax, places[start], places[node.name], megabytes(program.buffers[b].nbytes.hint()), outside)
         writer.update(dict.fromkeys(node.writes(), node.name))
     for b in sorted(program.output_buffers()):
         if b in writer:
@@ -176,8 +178,10 @@ def _box(group: Mapping[str, int], node: Any) -> tuple[str, str, dict[str, Any]]
     return text, ink, {"boxstyle": "round,pad=0.35", "facecolor": colour, "edgecolor": INK, "linewidth": 0.8}
 
 
-def _edge(ax: Axes, start: tuple[float, float], end: tuple[float, float], label: str) -> None:
-    """A straight line to the next depth; around the side if it skips one."""
+def _edge(
+    ax: Axes, start: tuple[float, float], end: tuple[float, float], label: str, outside: bool = False
+) -> None:
+    """A straight line to the next depth; around the side if it skips one. outside: the label is beside the line."""
     (x0, y0), (x1, y1) = start, end
     bend = 0.0 if y1 - y0 <= 1 or x0 != x1 else 0.55
     look = {
@@ -189,8 +193,9 @@ def _edge(ax: Axes, start: tuple[float, float], end: tuple[float, float], label:
     x, y = x0 + near * (x1 - x0), y0 + near * (y1 - y0)
     if bend:
         x -= 0.4 * (y1 - y0)
+    side = "center" if not outside else "right" if x0 < 0 else "left"
     ax.text(
-        x, y, label, fontsize=9, color=INK, ha="center", va="center", zorder=3,
+        x, y, label, fontsize=9, color=INK, ha=side, va="center", zorder=3,
         bbox={"boxstyle": "round,pad=0.1", "facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.85},
     )  # fmt: skip
 

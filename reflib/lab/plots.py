@@ -280,7 +280,7 @@ def _bar_names(panel: Rows) -> list[str]:
         return panel.cases
     places = [{**row.at, "clock": row.clock} for row in panel]
     keys = [k for k in places[0] if len({str(p.get(k)) for p in places}) > 1]
-    wheres = [", ".join(show_plain(place.get(key, "")) for key in keys) for place in places]
+    wheres = [", ".join(dict.fromkeys(show_plain(place.get(key, "")) for key in keys)) for place in places]
     return [f"{r.case} ({where})" if where else r.case for r, where in zip(panel, wheres, strict=True)]
 
 

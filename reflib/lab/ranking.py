@@ -13,6 +13,7 @@ from reflib.lab.rows import Row, Rows, html_table, short, text_table
 DISTURBED = "disturbed"  # prefix of that part of a note
 ALL_CASES = "all cases"  # name of the row with the number of cases, measured or not
 WIDTH = 68  # of a summary's lines, in characters
+FOLDED = 24  # lines of a table: the others fold
 Place = Callable[[Mapping[str, Any]], str]
 
 
@@ -136,7 +137,11 @@ class Standings:
         return text_table(*self.cells())
 
     def _repr_html_(self) -> str:
-        return html_table(*self.cells())
+        heads, body = self.cells()
+        if len(body) <= FOLDED:
+            return html_table(heads, body)
+        rest = f"<details><summary>The other {len(body) - FOLDED // 2} cases</summary>"
+        return html_table(heads, body[: FOLDED // 2]) + rest + html_table(heads, body[FOLDED // 2 :]) + "</details>"
 
 
 def standings(

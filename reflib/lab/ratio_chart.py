@@ -8,6 +8,8 @@ from reflib.lab.figures import INK, Picture, below_each_other, figure, palette, 
 from reflib.lab.plots import RECORDED, nickname
 from reflib.lab.rows import Rows, short
 
+MANY = 40  # places: more have no names, and less room
+
 
 def geometric_mean(values: Sequence[float]) -> float:
     """The geometric mean; 0 without values.
@@ -38,8 +40,8 @@ def ratios(
     rows: Rows, *, caption: str, against: str = "eager", keys: Sequence[str] = ("M", "K", "N"),
     recorded: Rows | None = None, metric: str = "time",
 ) -> Picture | None:  # fmt: skip
-    """Draw speedups over ``against``, or its ``metric`` over each case's: one line per place, one mark per case, one
-    panel per device."""
+    """Draw speedups over ``against``, or its ``metric`` over each case's: one line per place (without
+    names, if they are more than MANY), one mark per case, one panel per device."""
     panels = []
     for some, mark in ((rows, ""), (rows.elsewhere(recorded), RECORDED)):
         for device in some.devices:
@@ -51,26 +53,30 @@ def ratios(
         return None
     cases = list(dict.fromkeys(c for _, found in panels for c in found))
     places = [list(dict.fromkeys(p for line in found.values() for p in line)) for _, found in panels]
-    tall = [0.36 * len(p) + 0.5 for p in places]
-    turn = palette(cases)
+    many = max(map(len, places)) > MANY
+    tall = [(0.04 if many else 0.36) * len(p) + 0.5 for p in places]
+    turn, words = palette(cases), f"times as fast as {against}"
+    words = words if metric == "time" else f"{against}'s {metric} over each one's"
     with style():
         fig, axes = below_each_other(tall, sum(tall) + 1.0, sharex=True)
         for ax, (device, found), shown in zip(axes, panels, places, strict=True):
             for case, line in found.items():
                 look = series_style(turn[case])
                 xs, ys = list(line.values()), [shown.index(p) for p in line]
-                ax.plot(xs, ys, look["marker"], color=look["color"], markersize=7, label=case)
+                ax.plot(xs, ys, look["marker"], color=look["color"], markersize=4 if many else 7, label=case)
             ax.axvline(1.0, color=INK, linewidth=1)
-            ax.set_yticks(range(len(shown)), shown)
             ax.set_ylim(len(shown) - 0.5, -0.5)
+            if many:
+                ax.set_yticks([])
+                ax.set_ylabel(f"{len(shown)} cases, in the order of the rows")
+            else:
+                ax.set_yticks(range(len(shown)), shown)
             if len(panels) > 1 or device.endswith(RECORDED):
                 ax.set_title(device)
-        axes[-1].set_xlabel(
-            f"times as fast as {against}" if metric == "time" else f"{against}'s {metric} over each one's"
-        )
+        axes[-1].set_xlabel(words)
         handles, labels = axes[0].get_legend_handles_labels()
         fig.legend(handles, labels, loc="outside upper left", ncols=2)
-    said = f"how many times as fast as {against}" if metric == "time" else f"{against}'s {metric} over each one's"
+    said = f"how many {words}" if metric == "time" else words
     parts = [f"Marks: {said}, for each of {' x '.join(keys)}."]
     for device, found in panels:
         for case, line in found.items():

@@ -29,7 +29,7 @@ class Bench:
         self.device, self.quick, self.out = args.device, args.quick, args.out
         self.match = [w for w in args.match.split(",") if w]
         self.peers = args.peers == "all"
-        self.peer_cache, self.peers_at_once = args.peer_cache, args.peers_at_once
+        self.share, self.at_once = args.share, args.at_once
         self.deadline = time.monotonic() + args.budget
         self.promises: list[Promise] = []
         self.found: dict[str, Any] = {"about": about(args.device), "sections": {}, "promises": []}
@@ -189,8 +189,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few cases, few rounds: does it work?")
     parser.add_argument("--peers", choices=["all", "none"], default="all",
                         help="matmul: none times eager and ours, tuned, without compiling TorchInductor's")  # fmt: skip
-    parser.add_argument("--peer-cache", type=Path, metavar="DIR", help="matmul: keep TorchInductor's caches there")
-    parser.add_argument("--peers-at-once", type=int, default=0, metavar="N", help="matmul: TorchInductors compiling")
+    parser.add_argument("--share", type=Path, metavar="DIR",
+                        help="matmul: divide the cases with other runs, and go on after them")  # fmt: skip
+    parser.add_argument("--at-once", type=int, default=0, metavar="N", help="matmul: processes per GPU")
     parser.add_argument("--budget", type=float, default=3600, help="seconds for all of it")
     args = parser.parse_args(words)
     args.device = "cuda" if (args.where or args.device or "cpu") in ("gpu", "cuda") else "cpu"

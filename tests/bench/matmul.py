@@ -1,13 +1,16 @@
-"""The section ``matmul``: a set at a time, first TorchInductor's compiling in several children, then timing alone.
+"""The section ``matmul``: several processes share one queue of cases. Each compiles (TorchInductor's candidates and
+ours), and one at a time measures.
 
     python -m tests.bench gpu --only matmul --match splitk --budget 560 --out splitk.json
     python -m tests.bench gpu --only matmul --match splitk+fp16 --peers none --budget 110       ours and eager alone
+    CUDA_VISIBLE_DEVICES=3 python -m tests.bench gpu --only matmul --share sets --out sets/3.json --budget 240
+                                  one of several, a GPU each, that divide the cases; run again, they go on
     python -m tests.bench.matmul splitk.jsonl long.jsonl ...      tables of what several runs left
     python -m tests.bench.matmul splitk.jsonl long.jsonl ... --record notebooks/recorded/matmul.h200.json
                                                                   the same as rows that notebooks show
 
-Rows go to OUT.jsonl as soon as they are known, so a run that is cut short loses only the case it was at.
-Nothing of the first phase is left when the second begins, and the second looks for neighbours (quiet.py).
+Rows go to OUT.jsonl as soon as they are known, so a run that is cut short loses only the cases it was at. A case is
+timed while no other process of the run measures (reflib's ``device_lock``), and beside a reference kernel (quiet.py).
 """
 
 import argparse
@@ -17,17 +20,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from . import children, matmul_report
-from .contenders import TUNED
+from .contenders import PEER_MAX, TUNED
 
 Row = dict[str, Any]
-WEIGHT = {"splitk": 1.0, "long": 0.7, "llm": 1.6}  # of the time, where several sets share a run
-PREPARE_SHARE = 0.5  # of a set's time: the peer may not compile for longer
+PEER_SHARE = 0.65  # of the time: after that the peer compiles for no further case, so that ours reaches all
+STALL = 120  # seconds without a row
+AT_ONCE = 4  # processes per GPU
 
 
 def section(bench: Any) -> None:
@@ -37,24 +41,24 @@ def section(bench: Any) -> None:
     words = bench.match
     every = matmul_cases.cases(bench.device, bench.quick and not words)
     sets = {name: picked for name, found in every.items() if (picked := matmul_cases.chosen(found, words))}
-    journal = open_journal(bench)
-    with children.fresh_caches() as caches:
-        if bench.peer_cache:
-            caches |= peer_caches(bench.peer_cache)
-        for i, (name, found) in enumerate(sets.items()):
-            left = list(sets)[i:]
-            seconds = max(0.0, bench.left - 10) * WEIGHT[name] / sum(WEIGHT[n] for n in left)
-            rows = run_set(bench, [c.name for c in found], seconds, {**bench.environment, **caches}, journal)
-            text, promises = matmul_report.of_set(name, rows, len(every[name]), bench.device, bench.peers)
-            bench.keep(f"matmul {name}", {"planned": [c.name for c in found], "rows": rows}, promises, text)
+    over = finished(bench.share.glob("*.jsonl"), bench.peers) if bench.share else set()
+    names = [name for name in matmul_cases.mixed(sets.values()) if name not in over]
+    with children.fresh_caches() as caches, tempfile.TemporaryDirectory(prefix="reflib-claims-") as folder:
+        claims = bench.share / "claims" if bench.share else Path(folder)
+        claims.mkdir(exist_ok=True)
+        rows = run(bench, names, claims, {**bench.environment, **caches}, open_journal(bench)) if names else []
+    for name, found in sets.items():
+        mine = [row for row in rows if row.get("set") == name]
+        text, promises = matmul_report.of_set(name, mine, len(every[name]), bench.device, bench.peers)
+        bench.keep(f"matmul {name}", {"planned": [c.name for c in found], "rows": mine}, promises, text)
 
 
-def peer_caches(folder: Path) -> dict[str, str]:
-    """TorchInductor's and Triton's caches at a place of the user's choice. (reflib's stay fresh: we compile anew.)"""
-    named = {n: folder.resolve() / n.lower() for n in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
-    for path in named.values():
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return {n: str(p) for n, p in named.items()}
+def finished(paths: Iterable[Path], peers: bool) -> set[str]:
+    """The cases that these journals have, with the peer (or without, if it is not asked for)."""
+    whole = [line for path in paths for line in path.read_text().rpartition("\n")[0].splitlines()]
+    rows = [json.loads(line) for line in whole]
+    beside = {row["case"] for row in rows if row.get("who") == PEER_MAX and row["kind"] in ("row", "prepared")}
+    return {row["case"] for row in rows if row["kind"] == "done" and (row["case"] in beside or not peers)}
 
 
 def open_journal(bench: Any) -> Callable[[Row], None]:
@@ -75,37 +79,18 @@ def open_journal(bench: Any) -> Callable[[Row], None]:
     return keep
 
 
-# --- a set ------------------------------------------------------------------------------------
-def run_set(
-    bench: Any, names: list[str], seconds: float, environment: dict[str, str], keep: Callable[[Row], None]
+def run(
+    bench: Any, names: list[str], claims: Path, environment: dict[str, str], keep: Callable[[Row], None]
 ) -> list[Row]:
-    """Compile, then time, within ``seconds``."""
-    start = time.monotonic()
-    cores = os.cpu_count() or 1
-    at_once = bench.peers_at_once or max(1, min(5, cores // 3, len(names)))
-    threads = max(1, cores // at_once)  # the same in both phases: it is in the caches' keys
-    environment = {**environment, "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
-    job = {**bench.job, "cases": names, "done": [], "skip": [], "ready": [], "peers": bench.peers}
-    stall = 60 if bench.quick else 120
-    rows: list[Row] = []
-    if bench.peers:
-        rows = prepare(job, at_once, environment, start + PREPARE_SHARE * seconds, stall, keep)
-        job["ready"] = [r["case"] for r in rows if r.get("compile_s") is not None]
-        # a case whose peer was not reached is timed last, without it; that a peer failed is its result
-        reached = {r["case"] for r in rows}
-        job["cases"] = sorted(names, key=lambda n: n not in reached)
-        print(f"prepared {len(reached)} of {len(names)} cases with {at_once} processes, "
-              f"{time.monotonic() - start:.0f} s", flush=True)  # fmt: skip
-        children.end_all()
-    left = start + seconds - time.monotonic()
-    job["until"] = time.time() + max(0.0, left)  # it stops by itself, between cases
-    return rows + children.section("matmul_worker.timed", job, left + 20, environment, TUNED, keep, stall)
-
-
-def prepare(
-    job: Row, at_once: int, environment: dict[str, str], deadline: float, stall: float, keep: Callable[[Row], None]
-) -> list[Row]:
-    """The rows of ``at_once`` processes that share the cases. What kills one is a row, and another takes its place."""
+    """The rows of several processes that share the cases. What kills one is a row, and another takes its place."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    at_once = 1 if bench.device == "cpu" else bench.at_once or max(1, min(AT_ONCE, cores // 3, len(names)))
+    each = max(1, cores // at_once)
+    environment = {**environment, "TORCHINDUCTOR_COMPILE_THREADS": str(each)}
+    left, now = max(0.0, bench.left - 10), time.time()
+    job = {**bench.job, "cases": names, "claims": str(claims), "compile_threads": each, "peers": bench.peers,
+           "skip": [], "first": [], "peers_until": now + PEER_SHARE * left, "until": now + left - 10}  # fmt: skip
+    deadline = time.monotonic() + left
     rows: list[Row] = []
     lock, stopped = threading.Lock(), threading.Event()
 
@@ -116,18 +101,31 @@ def prepare(
 
     def one_after_another(job: Row) -> None:
         for _ in range(children.ATTEMPTS):
-            ended = children.follow("matmul_worker.prepare", job, environment, deadline, add, stall, stopped)
-            if ended.late or not ended.problem:
+            ended = children.follow("matmul_worker.measured", job, environment, deadline, add, STALL, stopped)
+            if ended.late or not ended.problem or not ended.at:
                 return
-            if ended.at:  # the claim stays: nobody tries this case again
-                add({**ended.at, "kind": "prepared", "compile_s": None, "note": ended.problem})
+            add(died(ended))
+            job = after(job, ended)
 
-    with tempfile.TemporaryDirectory(prefix="reflib-claims-") as claims, ThreadPoolExecutor(at_once) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         try:
-            list(pool.map(one_after_another, [{**job, "claims": claims}] * at_once))
+            list(pool.map(one_after_another, [job] * at_once))
         finally:  # also when this process is told to end
             stopped.set()
     return rows
+
+
+def died(ended: children.Ended) -> Row:
+    """The row of a process that a contender killed; while all are timed in turn it counts as ours."""
+    who = TUNED if ended.at["who"] == "timing" else ended.at["who"]
+    return {**ended.at, "kind": "row", "us": None, "note": ended.problem, "who": who}
+
+
+def after(job: Row, ended: children.Ended) -> Row:
+    """What the next process does: this case again without that contender, if one did it, then cases of nobody."""
+    if ended.at["who"] == "timing":
+        return {**job, "first": []}
+    return {**job, "first": [ended.at["case"]], "skip": [*job["skip"], [ended.at["case"], ended.at["who"]]]}
 
 
 def main(words: list[str]) -> None:

@@ -8,7 +8,7 @@ A budget may cut a set short, so sizes are interleaved: any first part of a set 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,12 @@ def cases(device: str, quick: bool = False) -> dict[str, list[MatmulCase]]:
 def chosen(found: list[MatmulCase], words: list[str]) -> list[MatmulCase]:
     """The cases whose name holds one of the words, all parts of it that are joined with ``+``."""
     return [c for c in found if not words or any(all(p in c.name for p in w.split("+")) for w in words)]
+
+
+def mixed(sets: Iterable[list[MatmulCase]]) -> list[str]:
+    """The names of all, each set in its order: any first part of the list has as large a part of every set."""
+    placed = [((i + 0.5) / len(found), c.name) for found in sets for i, c in enumerate(found)]
+    return [name for _, name in sorted(placed, key=lambda p: p[0])]
 
 
 def _splitk_shapes(big: bool) -> tuple[tuple[int, int, int], ...]:

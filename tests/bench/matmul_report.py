@@ -102,10 +102,7 @@ def compile_lines(cases: Cases, peers: dict[str, Row]) -> list[str]:
     for who in (US, TUNED):
         found[who] = [by[who]["compile_s"] for by in cases.values() if by.get(who, {}).get("compile_s")]
     parts = [f"{w} {median(s):.2f} (sum {sum(s):.0f}, most {max(s):.1f})" for w, s in found.items() if s]
-    loaded = [by[PEER_MAX] for by in cases.values() if by.get(PEER_MAX, {}).get("cache_hit") is not None]
-    hits = sum(r["cache_hit"] for r in loaded)
-    lines = ["first call, s, median of cases: " + "; ".join(parts) + f" ({PEER_MAX}: several processes at once)"]
-    return [*lines, f"{PEER_MAX} as timed came from its cache: {hits} of {len(loaded)}"] if loaded else lines
+    return [f"first call, s, median of cases: {'; '.join(parts)} (several processes at once)"]
 
 
 def disturbed_lines(cases: Cases) -> list[str]:

@@ -1,15 +1,11 @@
-"""The matmul sets in child processes (see child.py).
+"""The matmul sets in child processes (see child.py), several at once per device.
 
-prepare  TorchInductor compiles and tunes, several such processes at once: each takes the next case that nobody has
-         taken yet. What it finds is in its caches on disk. Whoever measures on the GPU holds one lock meanwhile:
-         a neighbour's kernels would otherwise be in the numbers by which it chooses.
-timed    nothing else runs, and a reference kernel tells whether that is so. TorchInductor's code comes out of its
-         caches, reflib tunes, every contender is checked against float64, and all of a case are timed in turn:
-         CUDA-graph replay, inputs warm in L2.
+Each takes the next case that no process has taken yet, compiles all contenders, checks them against float64, and times
+them in turn: CUDA-graph replay, inputs warm in L2. Whatever measures holds reflib's ``device_lock`` meanwhile, also
+TorchInductor when it chooses and reflib when it tunes: another process's kernels would be in the numbers.
 """
 
 import contextlib
-import fcntl
 import functools
 import threading
 import time
@@ -20,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reflib.autotune.lock import device_lock
 from reflib.lab.rivals import own_copy
 from reflib.lab.timing import Samples, synchronize
 
@@ -30,8 +27,9 @@ from .worker import Row, brief, device_of, distance, poison, start_afresh, wrong
 
 
 def wanted(job: Row) -> list[MatmulCase]:
+    """The cases in order; ``first``: what this process has claimed already, before one like it was killed."""
     every = {c.name: c for found in matmul_cases.cases(job["device"]).values() for c in found}
-    return [every[name] for name in job["cases"] if name not in job["done"]]
+    return [every[name] for name in [*job["first"], *job["cases"]]]
 
 
 def still_alive(device: torch.device) -> None:
@@ -41,27 +39,20 @@ def still_alive(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# --- prepare: the peer's compiling and tuning ------------------------------------------------
 @torch.no_grad()
-def prepare(job: Row) -> Iterator[Row]:
+def measured(job: Row) -> Iterator[Row]:
     device, claims = device_of(job), Path(job["claims"])
-    lock_measuring(claims / "measuring.lock")
+    lock_measuring(device)
     picks = listen_to_choices()
+    with device_lock(str(device)):
+        reference = quiet.Reference(device)
     for case in wanted(job):
-        if not claim(claims, case):
-            continue
-        start_afresh(device)
-        picks.clear()
-        about = {**case.facts, "who": PEER_MAX}
-        yield {"kind": "trying", **about}
-        try:
-            args = case.arguments(device)
-            seconds, _ = first_call(contenders.compiled(PEER_MAX, own_copy(case.fn)), args, device)
-            about |= {"compile_s": seconds, "choice": picks[-1] if picks else None}
-        except Exception as error:
-            still_alive(device)
-            about |= {"compile_s": None, "note": brief(error)}
-        yield {"kind": "prepared", **about}
+        if time.time() > job["until"]:
+            break
+        if case.name in job["first"] or claim(claims, case):
+            start_afresh(device)
+            yield from measure_case(case, job, reference, picks)
+            yield {"kind": "done", "set": case.set, "case": case.name}
 
 
 def claim(folder: Path, case: MatmulCase) -> bool:
@@ -81,8 +72,8 @@ def first_call(fn: Callable[..., Tensor], args: list[Tensor], device: torch.devi
     return time.perf_counter() - start, result
 
 
-def lock_measuring(path: Path) -> None:
-    """TorchInductor measures only while it holds this lock: one process at a time has the GPU."""
+def lock_measuring(device: torch.device) -> None:
+    """TorchInductor measures only while it holds the device's lock."""
     from torch._inductor.runtime import benchmarking
 
     held = threading.local()
@@ -92,8 +83,7 @@ def lock_measuring(path: Path) -> None:
         if getattr(held, "now", False):  # one way of measuring calls another
             yield
             return
-        with path.open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with device_lock(str(device)):
             held.now = True
             try:
                 yield
@@ -128,32 +118,20 @@ def listen_to_choices() -> list[str]:
     return picks
 
 
-# --- time: all contenders of a case, in turn -------------------------------------------------
-@torch.no_grad()
-def timed(job: Row) -> Iterator[Row]:
-    device = device_of(job)
-    reference = quiet.Reference(device)
-    for case in wanted(job):
-        if time.time() > job["until"]:
-            break
-        start_afresh(device)
-        reference.settle()  # ours is about to tune
-        yield from time_case(case, job, reference)
-        yield {"kind": "done", "case": case.name}
-
-
+# --- a case: all contenders, then their times in turn ------------------------------------------
 def people(case: MatmulCase, job: Row) -> list[str]:
-    """Who is timed; a peer only where it was compiled before."""
+    """Which contenders run; the peer only while there is time for its compiling."""
     if not job["peers"]:
         return [EAGER, TUNED]
-    return [EAGER, *([PEER_MAX] if case.name in job["ready"] else []), US, TUNED]
+    return [EAGER, *([PEER_MAX] if time.time() < job["peers_until"] else []), US, TUNED]
 
 
-def time_case(case: MatmulCase, job: Row, reference: quiet.Reference) -> Iterator[Row]:
+def measure_case(case: MatmulCase, job: Row, reference: quiet.Reference, picks: list[str]) -> Iterator[Row]:
     device = reference.device
-    args = case.arguments(device)
-    exact = case.fn(*[a.double() for a in args])
-    eager_error = distance(case.fn(*args), exact)
+    with device_lock(str(device)):
+        args = case.arguments(device)
+        exact = case.fn(*[a.double() for a in args])
+        eager_error = distance(case.fn(*args), exact)
     fns: dict[str, Callable[[], Any]] = {}
     about: dict[str, Row] = {}
     for who in people(case, job):
@@ -161,23 +139,28 @@ def time_case(case: MatmulCase, job: Row, reference: quiet.Reference) -> Iterato
             continue
         yield {"kind": "trying", **case.facts, "who": who}
         about[who] = {**case.facts, "who": who}
+        picks.clear()
         try:
-            fn, found = compiled(who, case)
-            poison([exact], case.dtype)
-            seconds, got = first_call(fn, args, device)
+            fn, found = compiled(who, case, job)
+            seconds, _ = first_call(fn, args, device)
             about[who] |= {"compile_s": seconds, **found()}
-            problem = wrong(got, exact, case.dtype, eager_error, who in (US, TUNED))
-            del got
+            with device_lock(str(device)):
+                poison([exact], case.dtype)
+                problem = wrong(fn(*args), exact, case.dtype, eager_error, who in (US, TUNED))
         except Exception as error:
             still_alive(device)
             problem = brief(error)
-        if problem:
+        if who == PEER_MAX:
+            about[who] |= {"choice": picks[-1] if picks else None}
+            yield {**about[who], "kind": "prepared", **({"compile_s": None, "note": problem} if problem else {})}
+        elif problem:
             yield {**about[who], "us": None, "note": problem}
-        else:
+        if not problem:
             fns[who] = functools.partial(fn, *args)
     del exact
     yield {"kind": "trying", **case.facts, "who": "timing"}
-    found_times, shared = quiet.time_quietly(fns, reference, job["rounds"], job["seconds"])
+    with device_lock(str(device)):
+        found_times, shared = quiet.time_quietly(fns, reference, job["rounds"], job["seconds"])
     for who, s in found_times.items():
         row = {**about[who], **shared}
         if isinstance(s, Samples):
@@ -187,22 +170,19 @@ def time_case(case: MatmulCase, job: Row, reference: quiet.Reference) -> Iterato
             yield {**row, "us": None, "note": s.note or s.status}
 
 
-def compiled(who: str, case: MatmulCase) -> tuple[Callable[..., Tensor], Callable[[], dict[str, Any]]]:
+def compiled(who: str, case: MatmulCase, job: Row) -> tuple[Callable[..., Tensor], Callable[[], dict[str, Any]]]:
     """What to call, and what there is to tell of it after its first call."""
     fn = own_copy(case.fn)
     if who == PEER_MAX:
-        from torch._dynamo.utils import counters
-
-        counters["inductor"].clear()
-        # its own compile seconds are of the first time, in `prepare`; these are what loading took
-        return contenders.compiled(who, fn), lambda: {"cache_hit": bool(counters["inductor"]["fxgraph_cache_hit"])}
+        return contenders.compiled(PEER_MAX, fn), dict
     if who == EAGER:
         return fn, dict
     from reflib.options import Options
     from reflib.pipeline import Backend, Stages
 
     stages: list[Stages] = []
-    backend = Backend(Options(autotune="blocking" if who == TUNED else "off"), stages.append)
+    options = Options(autotune="blocking" if who == TUNED else "off", compile_threads=job["compile_threads"])
+    backend = Backend(options, stages.append)
     return torch.compile(fn, backend=backend, dynamic=False), lambda: decisions(stages)
 
 

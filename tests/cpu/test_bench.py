@@ -4,6 +4,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from reflib import lab
 from reflib.lab.ranking import ALL_CASES
 from reflib.lab.timing import Samples
-from tests.bench import children, matmul, matmul_report, matmul_worker, products, quiet
+from tests.bench import children, matmul, matmul_cases, matmul_report, matmul_worker, products, quiet
 from tests.bench.contenders import EAGER, PEER_MAX, TUNED, US
 from tests.processes import running, soon
 
@@ -118,12 +119,41 @@ def test_without_peers_only_eager_and_ours_are_timed() -> None:
     class Case:
         name = "x"
 
-    def asked(peers: bool, ready: list[str]) -> list[str]:
-        return matmul_worker.people(Case, {"peers": peers, "ready": ready})  # type: ignore[arg-type]
+    def asked(peers: bool, seconds: float) -> list[str]:
+        job = {"peers": peers, "peers_until": time.time() + seconds}
+        return matmul_worker.people(Case, job)  # type: ignore[arg-type]
 
-    assert asked(False, ["x"]) == [EAGER, TUNED]
-    assert asked(True, []) == [EAGER, US, TUNED]
-    assert asked(True, ["x"]) == [EAGER, PEER_MAX, US, TUNED]
+    assert asked(False, 60) == [EAGER, TUNED]
+    assert asked(True, -1) == [EAGER, US, TUNED]
+    assert asked(True, 60) == [EAGER, PEER_MAX, US, TUNED]
+
+
+def test_runs_divide_the_cases_and_go_on(tmp_path: Path) -> None:
+    """What a journal has finished beside the peer is not run again; a contender that killed the process is left out."""
+    lines = [
+        {"kind": "prepared", "case": "a", "who": PEER_MAX}, {"kind": "done", "case": "a"},
+        {"kind": "row", "case": "b", "who": TUNED}, {"kind": "done", "case": "b"},
+        {"kind": "row", "case": "c", "who": PEER_MAX},
+    ]  # fmt: skip
+    (tmp_path / "1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert matmul.finished(tmp_path.glob("*.jsonl"), True) == {"a"}
+    assert matmul.finished(tmp_path.glob("*.jsonl"), False) == {"a", "b"}
+    found = matmul_cases.cases("cuda")
+    claimed = {c.name for c in found["long"][::2] if not matmul_worker.claim(tmp_path, c)}
+    assert not claimed and [matmul_worker.claim(tmp_path, c) for c in found["long"][:4]] == [False, True, False, True]
+    ended = children.Ended("crashed: SIGSEGV", at={"kind": "trying", "case": "b", "who": PEER_MAX})
+    job = matmul.after({"first": [], "skip": []}, ended)
+    assert job == {"first": ["b"], "skip": [["b", PEER_MAX]]} and matmul.died(ended)["who"] == PEER_MAX
+    ended.at["who"] = "timing"
+    assert matmul.after(job, ended)["first"] == [] and matmul.died(ended)["who"] == TUNED
+
+
+def test_any_first_part_of_the_cases_has_as_much_of_every_set() -> None:
+    found = matmul_cases.cases("cuda")
+    half = matmul_cases.mixed(found.values())[: sum(map(len, found.values())) // 2]
+    for name, cases in found.items():
+        mine = [n for n in half if n.split()[0] == name]
+        assert mine == [c.name for c in cases][: len(mine)] and abs(len(mine) - len(cases) / 2) <= 1
 
 
 def test_the_report_marks_what_was_disturbed() -> None:

@@ -71,3 +71,13 @@ def test_several_dtypes_are_told_apart_and_columns_added() -> None:
 def test_without_a_recording_there_is_nothing_to_say() -> None:
     board = lab.standings(Rows(), ours="ours", against=PEERS)
     assert board.summary() == "Nothing is recorded." and "no rows" in repr(board)
+
+
+def test_of_many_cases_the_losses_are_shown_and_the_others_fold() -> None:
+    rows = Rows(row(who, 8 * k, us) for k in range(1, 51) for who, us in (("eager", 2.0), ("ours", 1.0 + 1 / k)))
+    board = lab.standings(rows, ours="ours", against=["eager"])
+    shown, _, folded = board._repr_html_().partition("<details>")
+    assert shown.count("<tr>") == 1 + 12 and folded.count("<tr>") == 1 + 38 and "The other 38 cases" in folded
+    assert "1 x 2 x 8<" in shown and "1 x 2 x 400<" in folded
+    picture = lab.ratios(board.rows, keys=("case",), caption="c")
+    assert "50 cases, in the order of the rows" in picture.svg and "1 x 2 x 400: 1.96" in picture.alt
