@@ -127,7 +127,7 @@ class _Values:
     position: int
     loops: LoopNest
     wanted: list[_Wanted]
-    prices: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    prices: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False)
 
     @cached_property
     def asked(self) -> dict[int, int]:
