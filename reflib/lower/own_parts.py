@@ -52,7 +52,7 @@ def max_unpool(dims: int, x: torch.Tensor, indices: torch.Tensor, output_size: l
 
 
 def linspace(parts: Parts, start: Any, end: Any, steps: int, *, dtype: Any = None, **how: Any) -> torch.Tensor:
-    """Of integers: like eager's kernels, between ends that are integers, in float64 on a CPU and in float32 on a GPU."""
+    """Of integers: like eager's kernels, between ends that are integers, in float64 on a CPU, in float32 on a GPU."""
     if dtype is None or dtype.is_floating_point or dtype.is_complex or steps < 2:
         return parts(start, end, steps, dtype=dtype, **how)
     first, last = (x.to(dtype).double() if isinstance(x, torch.Tensor) else float(int(x)) for x in (start, end))
