@@ -23,6 +23,7 @@ def own_parts(table: Mapping[Any, Parts]) -> dict[Any, Parts]:
         **{op: partial(max_unpool, dims) for op, dims in unpools.items()},
         **{op: partial(counted_wide, table[op]) for op in means},
         **{op: partial(linspace, table[op]) for op in overloads("linspace") if op in table},
+        aten._unique.default: unique,
         aten.stack.default: partial(stack, table[aten.stack.default]),
     }
 
@@ -33,6 +34,11 @@ def stack(parts: Parts, tensors: list[torch.Tensor], dim: int = 0) -> torch.Tens
     if not all(t.is_contiguous() for t in tensors):
         return parts(tensors, dim)
     return torch.cat([t.unsqueeze(dim) for t in tensors], dim)
+
+
+def unique(x: torch.Tensor, *how: bool, **named: bool) -> tuple[torch.Tensor, ...]:
+    """(In torch 2.11 the length of this one's result is that for an input of zeros.)"""
+    return aten._unique2(x, *how, **named)[:2]
 
 
 def max_unpool(dims: int, x: torch.Tensor, indices: torch.Tensor, output_size: list[int], *_: Any) -> torch.Tensor:
@@ -46,7 +52,7 @@ def max_unpool(dims: int, x: torch.Tensor, indices: torch.Tensor, output_size: l
 
 
 def linspace(parts: Parts, start: Any, end: Any, steps: int, *, dtype: Any = None, **how: Any) -> torch.Tensor:
-    """Of integers: like eager's kernels, between ends that are integers, in float64 on a CPU and in float32 on a GPU."""
+    """Of integers: like eager's kernels, between ends that are integers, in float64 on a CPU, in float32 on a GPU."""
     if dtype is None or dtype.is_floating_point or dtype.is_complex or steps < 2:
         return parts(start, end, steps, dtype=dtype, **how)
     first, last = (x.to(dtype).double() if isinstance(x, torch.Tensor) else float(int(x)) for x in (start, end))

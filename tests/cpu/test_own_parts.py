@@ -46,3 +46,16 @@ def test_integers_between_two_numbers(dtype: torch.dtype) -> None:
         ends = [torch.tensor(x) if kind else x for x, kind in zip((first, last), kinds, strict=True)]
         torch._dynamo.reset()
         assert torch.equal(reflib.compile(fn, dynamic=False)(*ends), fn(*ends)), (first, last, steps, kinds)
+
+
+def test_the_gradient_of_a_filled_number() -> None:
+    """Its rows are counted by the indices that differ."""
+
+    def fn(x: torch.Tensor, at: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return x.index_fill(0, at, value).sin().sum()
+
+    x, value = torch.randn(5, 3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    at = torch.tensor([0, 2, 3, 2])
+    torch._dynamo.reset()
+    got, want = (torch.autograd.grad(f(x, at, value), (x, value)) for f in (reflib.compile(fn), fn))
+    assert all(map(torch.allclose, got, want))
