@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from .errors import OptionError, PackageError
+from .logs import get as logger
 from .options import Options
 from .target import Target, device_target
 
@@ -60,6 +61,7 @@ def aot_compile(
     packaged, or the file cannot be written: an old file is kept), ToolchainError, DeviceError.
     """
     from .package.architectures import wanted
+    from .package.archive import stamp
     from .package.build import Planned, build, ptx_target
     from .ranks.packages import one_per_rank
     from .wrap.aten import declared
@@ -83,29 +85,27 @@ def aot_compile(
     kinds = ["cuda" if t.is_gpu else "cpu" for _, t in named]
     stages = [_stages(exported[k].graph, programs[k], opts, t) for k, (_, t) in zip(kinds, named)]
 
-    def write(stages: Sequence[Any], options: Options, own: Path = path) -> Path:
+    def write(stages: Sequence[Any], options: Options, own: Path = path, instead_of: Any = None) -> Path:
         planned = [
             Planned(arch, t, kind, s.scheduled, s.plan, s.kernels, want.here and not t.is_gpu)
             for kind, (arch, t), s in zip(kinds, named, stages)
         ]
-        return build(own, captured, planned, options, shims, about)
+        return build(own, captured, planned, options, shims, about, instead_of)
 
-    _last[os.path.realpath(path)] = mark = object()
     if grouped:
         return one_per_rank(path, lambda own: write(stages, opts, own))
     if opts.autotune != "background":
         return write(stages, opts)
     write(stages, opts.but(autotune="off"))
-    _tune_later(path, mark, stages, lambda tuned: write(tuned, opts.but(autotune="blocking")))
+    first, there = stamp(path), path.absolute()  # the program may go to another folder
+    _tune_later(path, stages, lambda tuned: write(tuned, opts.but(autotune="blocking"), there, first))
     return path
 
 
-_last: dict[str, object] = {}  # by path: of the call that wrote there last
-
-
-def _tune_later(path: Path, mark: object, stages: Sequence[Any], write: Callable[[Sequence[Any]], Path]) -> None:
+def _tune_later(path: Path, stages: Sequence[Any], write: Callable[[Sequence[Any]], Path]) -> None:
     """Measure what is not known while the program goes on, then replace the file, unless another was written there."""
     from .background import Background, files
+    from .package.archive import Replaced
     from .tuning import Again, asked, tuned
 
     if not any(s.swap for s in stages):
@@ -115,9 +115,10 @@ def _tune_later(path: Path, mark: object, stages: Sequence[Any], write: Callable
 
     def tune(background: Background) -> Any:
         made = [s if a is None else tuned(s, Again(a, background), "generate") for s, a in begun]
-        begun.clear()
-        if _last.get(key) is mark:
+        try:
             write(made)
+        except Replaced as e:
+            logger("autotune").info("%s", e)
         return _all(made)
 
     files[key] = Background(_all(stages), tune)
@@ -126,8 +127,8 @@ def _tune_later(path: Path, mark: object, stages: Sequence[Any], write: Callable
 
 def _all(stages: Sequence[Any]) -> Any:
     """What ``Background`` reads of a graph's stages: here of all variants'."""
-    decisions = [d for s in stages for d in s.decisions]
-    return SimpleNamespace(graph=stages[0].graph, decisions=decisions, call=SimpleNamespace(wait=lambda: None))
+    decisions, name = [d for s in stages for d in s.decisions], SimpleNamespace(name=stages[0].graph.name)
+    return SimpleNamespace(graph=name, decisions=decisions, call=SimpleNamespace(wait=lambda: None))
 
 
 def _options(given: Mapping[str, Any]) -> Options:

@@ -6,10 +6,11 @@
 
 What is new is made beside its place, in the same file system, and renamed at the end. So readers see all of it or
 nothing, a file that is mapped or being read stays as it was, and a full disk costs nothing that was there before.
-A process that is killed may leave ``.new-*`` or ``.old-*``. A link stays one: what it leads to is replaced. A read-only
-file is replaced too, since it is the folder that changes.
+A process that is killed may leave ``.new-*`` or ``.old-*``; one that ends while a thread writes a file leaves nothing.
+A link stays one: what it leads to is replaced. A read-only file is replaced too, since it is the folder that changes.
 """
 
+import atexit
 import contextlib
 import errno
 import os
@@ -18,6 +19,16 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+_unfinished: set[tuple[int, Path]] = set()  # (process, file)
+
+
+@atexit.register
+def _remove_unfinished() -> None:
+    """Threads that do not end by themselves are stopped where they are."""
+    for process, new in [*_unfinished]:
+        if process == os.getpid():
+            new.unlink(missing_ok=True)
 
 
 def write(path: str | os.PathLike[str], data: str | bytes, rights: int | None = None) -> None:
@@ -47,6 +58,7 @@ def file(path: str | os.PathLike[str], rights: int | None = None, sync: bool = F
     first = 0o666 if rights is None else 0o600  # private until it has its permissions
     with _named(path):
         f = open(new, "xb", opener=lambda name, flags: os.open(name, flags, first))  # noqa: SIM115 - closed below
+    _unfinished.add(begun := (os.getpid(), new))
     try:
         with f:  # some file systems report only when it is closed that there is no room
             if rights is not None:
@@ -59,6 +71,8 @@ def file(path: str | os.PathLike[str], rights: int | None = None, sync: bool = F
     except BaseException:
         new.unlink(missing_ok=True)
         raise
+    finally:
+        _unfinished.discard(begun)
 
 
 @contextlib.contextmanager

@@ -85,6 +85,7 @@ class Background:
         except BaseException as e:
             self.failed(f"{type(e).__name__}: {e}")
         finally:
+            del self._tune  # it holds the program
             self.seconds = time.perf_counter() - start
             self.ended.set()
 

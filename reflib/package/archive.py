@@ -100,8 +100,28 @@ def dump(manifest: Mapping[str, Any]) -> bytes:
 
 
 # -- write ------------------------------------------------------------------------------------------
-def write(path: str | os.PathLike[str], manifest: Mapping[str, Any], members: Mapping[str, bytes | Chunks]) -> Path:
+class Replaced(PackageError):
+    """Another file is there meanwhile, which is kept."""
+
+
+Stamp = tuple[int, int, int, int]
+
+
+def stamp(path: str | os.PathLike[str]) -> Stamp | None:
+    """Which file is there, and when it was written to; None: there is none."""
+    try:
+        s = os.stat(path)
+    except OSError:
+        return None
+    return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
+
+
+def write(
+    path: str | os.PathLike[str], manifest: Mapping[str, Any], members: Mapping[str, bytes | Chunks],
+    instead_of: Stamp | None = None,
+) -> Path:  # fmt: skip
     """Write a package and return its path. ``manifest``: any JSON; "format" and "entries" are added here.
+    ``instead_of``: raise Replaced if another file than this one is there, of whatever process.
 
     The file appears whole or not at all, also after a crash of the system. When writing fails, the old file is kept and
     nothing is left beside it. (A killed process may leave a ``.new-*`` file.) A link stays one: its target is replaced.
@@ -113,6 +133,8 @@ def write(path: str | os.PathLike[str], manifest: Mapping[str, Any], members: Ma
             raise PackageError(f"cannot write {path}: it exists and is no file; choose another path")
         with atomic.file(path, sync=True) as f:
             _fill(f, {**manifest, "format": FORMAT}, chunks)
+            if instead_of is not None and stamp(path) not in (None, instead_of):
+                raise Replaced(f"{path} was written anew, and is kept")
     except (OSError, ValueError) as e:  # ValueError: a path with NUL in it
         reason = getattr(e, "strerror", None) or e
         raise PackageError(f"cannot write {path}: {reason}; choose an existing folder with room") from e

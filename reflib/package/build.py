@@ -84,7 +84,7 @@ def ptx_target() -> Target:
 
 def build(
     path: Path, captured: Mapping[str, Captured], variants: Sequence[Planned], options: Options,
-    shims: Mapping[str, Shim], metadata: Mapping[str, str],
+    shims: Mapping[str, Shim], metadata: Mapping[str, str], instead_of: archive.Stamp | None = None,
 ) -> Path:  # fmt: skip
     """Write the package. Raises PackageError for a model that cannot be packaged, ToolchainError, DeviceError."""
     for planned in variants:
@@ -117,7 +117,7 @@ def build(
     data = manifest.write(about)
     sizes = {name: c.size if isinstance(c, archive.Chunks) else len(c) for name, c in members.items()}
     checks.check(manifest.read(json.loads(archive.dump(data))), sizes)  # what could not be loaded is not written
-    archive.write(path, data, members)
+    archive.write(path, data, members, instead_of)
     return path
 
 

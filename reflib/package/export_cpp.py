@@ -343,7 +343,7 @@ class _Tables:
         return f"{{{_bytes(bad_values.step_of(node))}, {names}, {len(wrote)}, {flag}, {_bytes(origins)}}}"
 
     def _recorded(self, variant: PackagedVariant) -> bool:
-        return bool(self.m.options.get("cuda_graphs")) and not variant.unrecorded and variant.arch != "cpu"
+        return bool(self.m.options.get("cuda_graphs")) and not (variant.unrecorded or self.project.aten)
 
     def _kernel(self, name: str, k: manifest.KernelEntry | None) -> str:
         if k is None:  # for an empty tensor

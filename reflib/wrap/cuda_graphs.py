@@ -61,6 +61,7 @@ from .graph_parts import Call, Chain, Part, build, cut, with_results
 RECORDINGS, SIGNATURES = 8, 64
 MOVES = {"backward": 6}  # what a forward saves is at rest once the forward is recorded
 OWNED: set[int] = set()  # addresses of the storages that recordings return
+as_view = torch._C._dynamo.guards._reinterpret_tensor  # without gradients
 use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 _recording = threading.Lock()
 
@@ -199,8 +200,7 @@ def _recorded(
     call: Call, program: Program, name: str, make: Callable[[Program], Call], what: str,
     unchecked: frozenset[int] = frozenset(),
 ) -> Recorded:  # fmt: skip
-    inputs = inputs_of(program, unchecked)
-    return Recorded(call, inputs, what, MOVES.get(name, 2), Results.of(program, make))
+    return Recorded(call, inputs_of(program, unchecked), what, MOVES.get(name, 2), Results.of(program, make))
 
 
 class Recording:
@@ -240,11 +240,9 @@ class Recording:
             return None
         letters = dict.fromkeys(inputs.numbers, "n") | dict.fromkeys(inputs.tensors, "f") | dict.fromkeys(copied, "c")
         kinds = "".join(letters.get(i, "-") for i in range(len(args))).encode()
-        fixed = dict(_fixed(args, copied))
-        sized = inputs.dynamic or inputs.unchecked
-        wanted = tuple(
-            x if not isinstance(x, torch.Tensor) else (*x.shape, *x.stride()) if sized else None for x in args
-        )
+        fixed, sized = dict(_fixed(args, copied)), inputs.dynamic or inputs.unchecked
+        layouts = [(*x.shape, *x.stride()) if sized and isinstance(x, torch.Tensor) else None for x in args]
+        wanted = tuple(layout if isinstance(x, torch.Tensor) else x for layout, x in zip(layouts, args))
         like = tuple(x if i in inputs.unchecked else None for i, x in enumerate(args))
         return make(
             kinds, tuple(fixed.get(i, 0) for i in range(len(args))), wanted, like, use_count, counts, copy, replay,
@@ -355,11 +353,9 @@ class Recorded:
             outputs = self._slow(args)
         return outputs
 
-    @property
-    def settled(self) -> bool:
-        """Will there be no further recording?"""
-        open_ = self.inputs.dynamic or self.inputs.numbers
-        return self.failed or (not open_ and any(len(r) >= RECORDINGS for r in self.recordings.values()))
+    def settled(self, args: list) -> bool:
+        """Will there be no further recording of calls like this one?"""
+        return self.failed or not self._has_room(self.recordings.get(self._key(args), ()))
 
     def close(self) -> None:
         """Give the recordings back. Results that somebody holds stay."""
@@ -367,12 +363,24 @@ class Recorded:
 
     def again(self, args: list) -> Sequence[Any] | None:
         """The result of any recording that fits, for inputs that it checks itself."""
-        for recordings in [*self.recordings.values()]:
-            for recording in recordings:
-                if recording.quick is not None and (outputs := recording.quick(args)) is not None:
-                    self.quick = recording.quick
-                    return outputs
+        return self._by(self.recordings.get(self._key(args), ()), args)
+
+    def _by(self, recordings: Sequence[Recording], args: list) -> Sequence[Any] | None:
+        for recording in recordings:
+            if (outputs := recording.run(args)) is not None:
+                self.quick = recording.quick or _none
+                return outputs
         return None
+
+    def _key(self, args: list) -> tuple:
+        """What calls with the same recordings have in common; (): these are not what it takes."""
+        try:
+            sizes = [args[i].shape for i in self.inputs.tensors if self.inputs.dynamic]
+            key = (RECORDER.stream(self.inputs.device), *[args[i] for i in self.inputs.numbers], *sizes)
+            hash(key)
+            return key
+        except (AttributeError, TypeError):
+            return ()
 
     def _slow(self, args: list) -> Sequence[Any]:
         if self.failed or RECORDER.is_busy() or not self._lock.acquire(blocking=False):  # another thread's turn
@@ -385,27 +393,20 @@ class Recorded:
 
     def _replayed(self, args: list) -> Sequence[Any] | None:
         """What a recording returns for this call, maybe a new one; None: it is to run as without recordings."""
-        key = (RECORDER.stream(self.inputs.device), *[args[i] for i in self.inputs.numbers])
-        if self.inputs.dynamic:
-            key += tuple(args[i].shape for i in self.inputs.tensors)
-        recordings = self.recordings.get(key, ())
-        for recording in recordings:
-            if (outputs := recording.run(args)) is not None:
-                self.quick = recording.quick or _none
-                return outputs
+        recordings = self.recordings.get(key := self._key(args), ())
+        if (outputs := self._by(recordings, args)) is not None:
+            return outputs
         number = self._calls.pop(key, 0)
         self._calls = dict([*self._calls.items()][-4 * SIGNATURES :]) | {key: number + 1}
         may = self._may_record(number, recordings, args)
+        loads = self._given if number == 1 else None  # its kernels
         try:
-            if number == 1 and self._given is not None:
-                call: Call | None = self._given.alone  # loads its kernels
-            else:
-                call = self._new(key, args).run if may else None
+            call = loads.alone if loads is not None else self._new(key, args).run if may else _none
         except Exception as e:  # it runs as it did
             self.failed = True
             logger("cuda_graphs").warning("%s is not recorded: %s", self._what, str(e).partition("\n")[0])
             return None
-        return call(args) if call is not None else None
+        return call(args)
 
     def _may_record(self, number: int, recordings: Sequence[Recording], args: list) -> bool:
         """Not in the first calls, and not before it is known which inputs move. ``number``: of earlier calls like it
@@ -416,6 +417,11 @@ class Recorded:
             self._moves[i] += 1
         if not number or any(self._moves[i] < self._most for i in moved):
             return self._no("it is one of the first of its sizes, or inputs are not where they were")
+        if not {type(args[i]) for i in self.inputs.unchecked} <= {int, torch.Tensor, torch.nn.Parameter}:
+            return self._no("an argument is of a subclass of torch.Tensor")
+        return self._has_room(recordings)
+
+    def _has_room(self, recordings: Sequence[Recording]) -> bool:
         if len(recordings) >= RECORDINGS:
             return self._no(f"{RECORDINGS} recordings are of other addresses, or what they returned is in use")
         return bool(recordings) or len(self.recordings) < SIGNATURES or self._no(f"{SIGNATURES} other sizes have some")
@@ -428,9 +434,7 @@ class Recorded:
     def _new(self, key: tuple, args: list) -> Recording:
         copied = [i for i in self._may_be_copied(args) if self._moves[i] >= self._most]
         given, stream = self._given, key[0]
-        if stream not in self._lanes:
-            self._lanes[stream] = RECORDER.lane(self.inputs.device, given is not None)
-        lane = self._lanes[stream]
+        lane = self._lanes[stream] = self._lanes.get(stream) or RECORDER.lane(self.inputs.device, given is not None)
         with torch.inference_mode(False), torch.no_grad():  # its results serve calls in any mode
             call, results = (self._call, []) if given is None else (given.call, given.memory(args))
             recording = Recording(call, args, copied, results, lane, given is not None, self.inputs)
@@ -482,7 +486,7 @@ def _output(x: Any, args: list) -> Any:
     if x is args[i]:
         return i
     sizes, strides, further = x.shape, x.stride(), x.storage_offset() - args[i].storage_offset()
-    return lambda given: given[i].as_strided(sizes, strides, given[i].storage_offset() + further)
+    return lambda given: as_view(given[i], sizes, strides, further)
 
 
 def _made(how: Any, args: list) -> Any:

@@ -96,7 +96,7 @@ class ExportedCallable:
         run = entry(graph, head, kinds, False, _refuse) if graph is not None else _refuse
         names["run"] = run if self._recorded is None else _replaying(self._recorded, head, run)
         exec(compile(self._printed(names), "<reflib call>", "exec"), names)
-        return names["call"]
+        return names.pop("call")  # (else it would be in a cycle with its names)
 
     def _printed(self, names: dict[str, Any]) -> str:
         """``call``: flattens the arguments, runs the graph, and builds the results."""
@@ -228,7 +228,7 @@ def _replaying(of: Callable[[], Any], head: list[Any], plain: Callable[..., Any]
         if outputs is None:
             outputs = recorded.again(inputs)
         if outputs is None:
-            return plain(*args) if recorded.settled else _refused
+            return plain(*args) if recorded.settled(inputs) else _refused
         return outputs
 
     return run

@@ -95,6 +95,7 @@ static PyObject *make_output(PyObject *how, PyObject *list) {
     return made;
 }
 
+/* Without gradients: an input that requires them would be kept by what it was copied to. */
 static PyObject *replayed(Replay *r, PyObject *list) {
     PyObject *done = r->copy == Py_None ? Py_NewRef(Py_None) : PyObject_CallOneArg(r->copy, list);
     if (done) Py_SETREF(done, PyObject_CallNoArgs(r->launch));
@@ -120,8 +121,11 @@ static PyObject *replay_call(PyObject *self, PyObject *const *args, size_t nargs
     PyObject *all = NULL;
     int fits = is_on_its_stream(r) ? has_inputs(r, args[0]) : 0;
     if (fits == 1) fits = is_free(r);
-    if (fits == 1) all = replayed(r, args[0]);
-    else if (!fits) all = Py_NewRef(Py_None);
+    if (fits == 1) {
+        Modes modes = eager.grad_is_enabled ? modes_off() : (Modes){0};
+        all = replayed(r, args[0]);
+        modes_back(modes);
+    } else if (!fits) all = Py_NewRef(Py_None);
     r->busy = 0;
     return all;
 }

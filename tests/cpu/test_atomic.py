@@ -169,3 +169,15 @@ def test_readers_see_all_or_nothing_and_a_killed_writer_costs_nothing(tmp_path: 
             writer.wait()
     data = path.read_bytes()
     assert len(seen) == 20 and data == data[:1] * 300_000
+
+
+def test_a_thread_that_the_end_of_the_process_stops(tmp_path: Path) -> None:
+    text = (
+        "import sys, threading, time; from reflib import atomic; begun = threading.Event()\n"
+        "def write():\n"
+        "    with atomic.file(sys.argv[1]) as f:\n"
+        "        f.write(b'half'), begun.set(), time.sleep(100)\n"
+        "threading.Thread(target=write, daemon=True).start(), begun.wait()\n"
+    )
+    subprocess.run([sys.executable, "-c", text, str(tmp_path / "x")], check=True, timeout=60)
+    assert not list(tmp_path.iterdir())

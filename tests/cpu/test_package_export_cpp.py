@@ -393,7 +393,7 @@ def test_what_needs_python(tmp_path: Path) -> None:
     with pytest.raises(PackageError, match=r"o\.reflib: its cpu variant needs Python for export_test\.twice"):
         export_cpp(path, tmp_path / "p")
     path = reflib.aot_compile(lambda x: (x + 1, "a\0b"), (torch.ones(3),), tmp_path / "t.reflib", "cpu")
-    with pytest.raises(PackageError, match="results is .*: it must be a tensor, a number or text"):
+    with pytest.raises(PackageError, match=r"results is .*: it must be a tensor, a number or text"):
         export_cpp(path, tmp_path / "p")
     assert not (tmp_path / "p").exists()
 
@@ -410,3 +410,12 @@ def test_it_is_c_as_well(on_cpu: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "a.c").write_text('#include "model.h"\nint main(void) { return REFLIB_CPU != -1; }\n')
     words = ["-x", "c", "-std=c11", "-Wall", "-Werror", f"-I{on_cpu[1]}"]
     command("g++", *words, tmp_path / "a.c", "-o", tmp_path / "a")
+
+
+def test_check_nan_of_nothing(tmp_path: Path) -> None:
+    model, sizes = (lambda x: (torch.cumsum(x, 0) * 2, x.log())), ({0: Dim("n", min=0)},)
+    made = {"dynamic_shapes": sizes, "check_nan": True}
+    path = reflib.aot_compile(model, (torch.ones(5, 6),), tmp_path / "n.reflib", ["cpu"], **made)
+    built = build(export_cpp(path, tmp_path / "p"))
+    for n in (0, 3):
+        equal(run(built, [torch.ones(n, 6)]), model(torch.ones(n, 6)))

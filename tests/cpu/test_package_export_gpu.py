@@ -1,6 +1,7 @@
 """Packages for GPUs as C++ projects, run against a stand-in for the CUDA driver (stand_in_driver.c)."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 import reflib
 from reflib.errors import PackageError
-from reflib.package import archive, images, manifest
+from reflib.package import archive, images, inspect, manifest
 from reflib.package.export_cpp import export_cpp
 from tests import exported_cpp
 from tests.exported_cpp import assert_reproducible, build, command, equal, files, run
@@ -204,15 +205,24 @@ lib.reflib_free(ctypes.byref(x))  # later than the model
 """
 
 
-# Calls of a model whose calls are recorded: a letter each, "s" as before, "k" with the last result kept, "o" elsewhere.
-RECORDED = CALLS.partition("for odd in")[0] + """
+# Calls of a model whose calls are recorded: a letter each, "s" as before, "k" with the last result kept, "o" elsewhere,
+# "b" with an argument that is refused.
+RECORDED = (
+    CALLS.partition("for odd in")[0]
+    + """
 import torch
 y = lib.reflib_about_input(m, 0).example
 check(lib.reflib_new(m, stream, ctypes.byref(y)))
 def memory(v):
-    return torch.frombuffer((ctypes.c_float * (512 * 32)).from_address(v.tensor.data), dtype=torch.float32).view(512, 32)
+    held = (ctypes.c_float * (512 * 32)).from_address(v.tensor.data)
+    return torch.frombuffer(held, dtype=torch.float32).view(512, 32)
 kept = []
 for how in sys.argv[2]:
+    if how == "b":
+        bad, out = Value.from_buffer_copy(x), Value()
+        bad.kind = 2
+        assert lib.reflib_run(m, stream, ctypes.byref(bad), 1, ctypes.byref(out), 1)
+        continue
     x, y = (y, x) if how == "o" else (x, y)
     memory(x).normal_()
     out = Value()
@@ -225,6 +235,7 @@ for v, _ in kept:
     lib.reflib_free(ctypes.byref(v))
 lib.reflib_free(ctypes.byref(x)), lib.reflib_free(ctypes.byref(y)), lib.reflib_unload(m)
 """
+)
 
 
 def test_recorded_calls(driver: Path, tmp_path: Path) -> None:
@@ -233,12 +244,14 @@ def test_recorded_calls(driver: Path, tmp_path: Path) -> None:
     path = reflib.aot_compile(Scaled(), args, tmp_path / "g.reflib", ["sm_90"], ptx=False, cuda_graphs=True)
     built = build(export_cpp(path, tmp_path / "p"))
     env = {"STAND_IN_LOG": str(tmp_path / "log"), "LD_LIBRARY_PATH": str(driver), "STAND_IN_COUNT": str(512 * 32)}
-    for calls, graphs in (("ssss", 3), ("skks", 3), ("sosososo", 6), ("k" * 13, 8)):
+    for calls, graphs in (("ssss", 3), ("skks", 3), ("sosososo", 6), ("k" * 13, 8), ("bbsbsbbs", 2)):
         command(sys.executable, "-c", RECORDED, built / "libg.so", calls, env=env)
         asked = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
         assert sum("graph" in a for a in asked) == graphs and asked[-1] == {"left": [0, 0, 0]}
         assert {a["graph"] for a in asked if "graph" in a} == {1}
-        assert sum("launch" in a and a["stream"] == 64 for a in asked) == len(calls), "each call once, on its stream"
+        assert sum("launch" in a and a["stream"] == 64 for a in asked) == len(calls.replace("b", "")), (
+            "each call once, on its stream"
+        )
 
 
 def test_wrappers_that_differ_counters_and_late_kernels(driver: Path, tmp_path: Path) -> None:
@@ -272,7 +285,9 @@ def test_wrappers_that_differ_counters_and_late_kernels(driver: Path, tmp_path: 
     assert {a["stream"] for a in asked if "launch" in a} == {64} and asked[-1] == {"left": [0, 0, 0]}
     command(sys.executable, "-c", CALLS, built / "libm.so", env=env | {"STAND_IN_CAPTURES": "1"})
     captured = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert sum("zeros" in a for a in captured) == 4, "in a graph each call has counters of its own"
+    count = set(re.findall(r"launch\(run, (\w+), [^;]*_words", bytes(file.view(variant.text)).decode()))
+    counting = sum(symbol in {k.symbol for k in variant.kernels if k.name in count} for symbol in launched)
+    assert sum("zeros" in a for a in captured) == counting >= 2, "in a graph each call has counters of its own"
     assert not any("pool" in a for a in captured) and captured[-1] == {"left": [0, 0, 0]}
     for k in variant.kernels:
         assert not k.early or not set(launched) & {k.symbol} or {"early": [1, 6, 1]} in asked
@@ -328,3 +343,17 @@ def test_assembly_text_is_compiled_for_gpus_that_the_build_names(on_gpu: tuple[P
         fatbin = built / "fatbin" / "kernels" / text.name
         assert fatbin.read_bytes() in object_file and text.read_bytes() not in object_file
         assert {p.suffixes[-2] for p in fatbin.parent.glob(f"{text.name}.*.cubin")} == {".86", ".120"}
+
+
+def test_what_pytorch_allocates_is_not_recorded(tmp_path: Path) -> None:
+    """Nobody could say whether the caller has the results still."""
+    for fn, recorded in (
+        (lambda x: torch.relu(x).cumsum(0) * 2, True),
+        (lambda x: torch.relu(x).sort(0).values * 2, False),
+    ):
+        path = reflib.aot_compile(
+            fn, (torch.randn(300, 400),), tmp_path / "a.reflib", ["sm_90"], ptx=False, cuda_graphs=True
+        )
+        assert not inspect.inspect(path).manifest.variants[0].unrecorded
+        text = (export_cpp(path, tmp_path / f"p{recorded}") / "tables.cpp").read_text()
+        assert f"{str(recorded).lower()},  // calls are recorded" in text

@@ -1,6 +1,9 @@
 """Packages with ``autotune="background"``: a file at once, and a tuned one in its place when all is measured."""
 
+import gc
+import os
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ import torch
 import reflib
 from reflib import tuning
 from reflib.background import files
-from reflib.package import inspect
+from reflib.package import archive, inspect
 
 ARGS = torch.randn(16, 2048), torch.randn(2048, 16) / 32
 
@@ -53,13 +56,55 @@ def test_the_file_is_replaced_and_what_was_loaded_goes_on(gate: threading.Event,
     assert reflib.wait_for_tuning(tmp_path / "another.reflib").finished
 
 
-def test_a_later_file_of_the_same_name_stays(gate: threading.Event, tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["before it is built", "after"])
+@pytest.mark.parametrize("who", ["this process", "another"])
+def test_a_later_file_of_the_same_name_stays(
+    gate: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str, when: str
+) -> None:
     path = packaged(tmp_path / "p.reflib")
     first = files[str(path.resolve())]
-    reflib.aot_compile(torch.sin, (torch.ones(3),), path, ["cpu"])
+    other = reflib.aot_compile(torch.sin, (torch.ones(3),), tmp_path / "other.reflib", ["cpu"])
+    fill = archive._fill
+
+    def later(f: object, *args: object) -> None:  # while the tuned one is written
+        monkeypatch.setattr(archive, "_fill", fill)
+        fill(f, *args)
+        write()
+
+    def write() -> None:
+        if who == "another":
+            os.replace(other, path)
+        else:
+            reflib.aot_compile(torch.sin, (torch.ones(3),), path, ["cpu"])
+
+    if when == "after":
+        monkeypatch.setattr(archive, "_fill", later)
+    else:
+        write()
     gate.set()
     assert first.ended.wait(100) and not first.error
     assert reflib.load(path)(torch.ones(3)).tolist() == torch.ones(3).sin().tolist()
+    assert not list(tmp_path.glob(".new-*"))
+
+
+def test_another_folder_meanwhile_and_what_is_kept(
+    gate: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Sequential(torch.nn.Linear(2048, 16), torch.nn.ReLU()).eval()
+    weight = weakref.ref(model[0].weight)
+    path = reflib.aot_compile(model, ARGS[:1], "p.reflib", ["cpu"], autotune="background")
+    del model
+    tuning = files[str(path.resolve())]
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    gate.set()
+    assert tuning.ended.wait(100) and not tuning.error
+    assert options_of(tmp_path / "p.reflib")["autotune"] == "blocking" and not list(Path.cwd().iterdir())
+    del gate
+    tuning._thread.join(100)
+    gc.collect()
+    assert weight() is None
 
 
 def test_a_folder_that_is_gone(gate: threading.Event, tmp_path: Path) -> None:

@@ -130,11 +130,11 @@ struct Relaxed {
 }  // namespace
 
 // A graph uses the same addresses at every replay, and nobody says when it is gone: what a captured call allocates is
-// freed with this object. What the call gives back serves the same capture again.
-void *Gpu::allocate_captured(size_t bytes, uint64_t capture) {
+// freed with this object. What the call gives back serves the same stream of the same capture again.
+void *Gpu::allocate_captured(size_t bytes, void *stream, uint64_t capture) {
   std::lock_guard<std::mutex> guard(lock);
   void *memory = nullptr;
-  auto found = spare.find({capture, bytes});
+  auto found = spare.find(Place{capture, stream, bytes});
   if (found != spare.end()) {
     memory = found->second;
     spare.erase(found);
@@ -150,7 +150,7 @@ void *Gpu::allocate(size_t bytes, void *stream) {
   if (!bytes) return nullptr;
   void *memory = nullptr;
   Current current(this);
-  if (uint64_t capture = captures(stream)) return allocate_captured(bytes, capture);
+  if (uint64_t capture = captures(stream)) return allocate_captured(bytes, stream, capture);
   if (has_pool) {
     check(cuda.MemAllocAsync(&memory, bytes, (CUstream)stream), "cannot allocate memory");
     return memory;
@@ -172,7 +172,7 @@ void Gpu::release(void *memory, size_t bytes, void *stream) {
   if (has_captured) {
     std::lock_guard<std::mutex> guard(lock);
     auto found = captured.find(memory);
-    if (found != captured.end()) return void(spare.insert({{found->second, bytes}, memory}));
+    if (found != captured.end()) return void(spare.insert({Place{found->second, stream, bytes}, memory}));
   }
   if (has_pool) {
     cuda.MemFreeAsync(memory, (CUstream)stream);

@@ -1,7 +1,8 @@
 // Calls recorded as CUDA graphs (reflib's option cuda_graphs): the second call with the same arguments, at the same
 // addresses and on the same stream, is captured on a stream of our own, and later ones are launched as one graph. A
 // recording returns tensors in memory of its own, so it serves only while the caller has freed what it returned last;
-// else another one is made, MOST in all. Every other call runs as without the option.
+// else another one is made, MOST in all. Every other call runs as without the option; so do those of a model that calls
+// PyTorch, whose tensors do not say who else has their storage.
 #include "runtime.h"
 
 namespace runtime {
@@ -29,15 +30,20 @@ bool Recordings::replay(const Recording &r, void *stream, std::vector<Value> &ou
   return true;
 }
 
+void Recordings::ran(const Call &call) {
+  std::lock_guard<std::mutex> guard(lock);
+  if (made.size() >= MOST) return;
+  if (seen.size() >= SEEN) seen.clear();
+  seen.insert(call);
+}
+
 bool Recordings::run(void *stream, const Call &call, const Wrapper &wrapper, std::vector<Value> &out) {
   std::unique_lock<std::mutex> guard(lock, std::try_to_lock);
   if (!guard || failed || gpu->captures(stream)) return false;  // another thread's turn; the caller captures
   auto found = made.equal_range(call);
   for (auto r = found.first; r != found.second; ++r)
     if (replay(r->second, stream, out)) return true;
-  if (made.size() >= MOST) return false;
-  if (seen.size() >= SEEN) seen.clear();
-  if (!seen[call]++) return false;  // this one loads the kernels
+  if (made.size() >= MOST || !seen.count(call)) return false;
   Recording r;
   r.outputs.resize(out.size());
   void *lane = nullptr;

@@ -351,7 +351,7 @@ Recordings::Call call_of(void *stream, const std::vector<const reflib_value *> &
     if (!v) continue;
     const reflib_tensor &t = v->tensor;
     if (v->kind != REFLIB_TENSOR) {
-      all.push_back(v->integer);
+      all.insert(all.end(), {v->kind, v->integer});
       continue;
     }
     all.insert(all.end(), {(int64_t)t.data, t.dtype, t.device, t.dim});
@@ -386,8 +386,12 @@ void run(reflib_model *m, void *stream, const reflib_value *given, reflib_value 
     Frame own{};
     return m->variant->call(&m->host, &own, in.data(), results);
   };
-  if (!m->recordings || !m->recordings->run(stream, call_of(stream, callers), recorded, out))
+  Recordings::Call call;
+  if (m->recordings) call = call_of(stream, callers);
+  if (!m->recordings || !m->recordings->run(stream, call, recorded, out)) {
     rc = m->variant->call(&m->host, &frame, in.data(), out.data());
+    if (m->recordings && !rc) m->recordings->ran(call);
+  }
   for (Value &v : out)
     if (v.kind == VALUE_TENSOR) made.keep(v.tensor);
   if (rc) fail("%s", error_of(m, frame, callers).c_str());

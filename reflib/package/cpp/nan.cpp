@@ -67,7 +67,7 @@ struct Found {
       Kind k = kind_of(data.data() + i * item, t.dtype);
       if (k > kind) kind = k, at = i;
     }
-    for (int d = 0; d < t.dim; ++d) first.push_back(at / strides[d] % sizes[d]);
+    for (int d = 0; kind && d < t.dim; ++d) first.push_back(at / strides[d] % sizes[d]);
   }
 
   std::string place() const { return "[" + joined(first) + "]"; }

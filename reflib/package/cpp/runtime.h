@@ -7,7 +7,9 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "host.h"
@@ -160,14 +162,15 @@ class Gpu {
   };
 
  private:
-  void *allocate_captured(size_t bytes, uint64_t capture);
+  typedef std::tuple<uint64_t, void *, size_t> Place;  // a capture, a stream, bytes
+  void *allocate_captured(size_t bytes, void *stream, uint64_t capture);
   void *context = nullptr;
   void *lane = nullptr;   // a stream to capture on
   bool has_pool = false;  // the driver caches freed memory; else:
   std::mutex lock;
   std::multimap<std::pair<size_t, void *>, void *> kept;  // by size and stream
   std::map<void *, uint64_t> captured;                    // memory of captured calls, with the capture
-  std::multimap<std::pair<uint64_t, size_t>, void *> spare;  // of those, what was given back: by capture and size
+  std::multimap<Place, void *> spare;                     // of those, what was given back
   std::atomic<bool> has_captured{false};
 };
 
@@ -194,7 +197,7 @@ const Torch &torch();
 // A tensor over memory that it does not own. The caller deletes it.
 Handle in_memory(void *data, int32_t dtype, const std::shared_ptr<Gpu> &gpu, const std::vector<int64_t> &sizes,
                  const std::vector<int64_t> &strides);
-// How many tensors are in its storage; 0: the storage is somebody else's; -1: not known.
+// How many tensors are in its storage; 0: the storage is somebody else's. (Not where PyTorch allocates.)
 long uses(Handle h);
 // While it lives, this thread allocates on the GPU (null: on the CPU), in the order of the stream.
 struct Scope {
@@ -211,6 +214,8 @@ class Recordings {
   typedef std::function<int32_t(void *, Value *)> Wrapper;    // of a stream and the outputs
   explicit Recordings(const std::shared_ptr<Gpu> &gpu) : gpu(gpu) {}
   ~Recordings();
+  // It went well without a recording, and has loaded its kernels: the next one may be recorded.
+  void ran(const Call &call);
   // Does the call by a recording, maybe a new one; false: there is none, and nothing has happened.
   bool run(void *stream, const Call &call, const Wrapper &wrapper, std::vector<Value> &out);
 
@@ -226,7 +231,7 @@ class Recordings {
   std::mutex lock;
   bool failed = false;
   std::multimap<Call, Recording> made;
-  std::map<Call, int> seen;
+  std::set<Call> seen;
 };
 
 }  // namespace runtime

@@ -82,7 +82,8 @@ void check_tensor(const reflib_tensor &t, const std::shared_ptr<Gpu> &gpu, bool 
 
 std::string said(const reflib_value &v) {
   if (v.kind != REFLIB_TENSOR) return v.kind == REFLIB_INT ? "an int" : v.kind == REFLIB_FLOAT ? "a float" :
-                                      v.kind == REFLIB_TEXT ? "a text" : "nothing";
+                                      v.kind == REFLIB_TEXT ? "a text" :
+                                      v.kind == REFLIB_TRUTH ? "a truth value" : "nothing";
   const reflib_tensor &t = v.tensor;
   auto list = [&](const int64_t *a) {
     std::string s = "[";
