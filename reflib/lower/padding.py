@@ -183,18 +183,18 @@ def _without_the_rest(cx: LoweringContext, a: View, b: View, k: int) -> tuple[An
     depth = _int(b.shape[-2])
     whole = depth - depth % (BYTES // b.dtype.itemsize)
     a = replace(_padded(cx, a, (_int(a.shape[-2]), k)), shape=a.shape)
-    rest = _rest(cx, a, b)
+    rest = _rest(cx, a, b, cx.dtype)
     left = replace(a, shape=(*a.shape[:-1], expr(whole)))
     right = replace(b, shape=(*b.shape[:-2], expr(whole), b.shape[-1]))
     add = torch.ops.aten.addmm.default if len(a.shape) == 2 else torch.ops.aten.baddbmm.default
     return add, [rest], left, right
 
 
-def _rest(cx: LoweringContext, a: View, b: View) -> View:
+def _rest(cx: LoweringContext, a: View, b: View, dtype: torch.dtype) -> View:
     """What the rows of ``b`` after the last multiple add."""
     depth = _int(b.shape[-2])
     whole = depth - depth % (BYTES // b.dtype.itemsize)
-    rest = cx.temp("rest", (*a.shape[:-1], b.shape[-1]), cx.dtype)
+    rest = cx.temp("rest", (*a.shape[:-1], b.shape[-1]), dtype)
     added = NestBuilder(cx, rest.shape)
     *batch, row, column = added.coords
     total: Value | None = None

@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -123,10 +124,14 @@ def test_an_operand_of_two_products_is_copied_once() -> None:
 
 
 @pytest.fixture
-def strips_of_eight(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def strips_of_eight(always: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in (("LEAST", 0), ("TILE", 8)):
         monkeypatch.setattr(strips, name, value)
     monkeypatch.setattr(padding, "LONG", 0)
+    library = torch.library.Library("aten", "IMPL")  # (PyTorch has this one for CUDA only)
+    library.impl("mm.dtype_out", lambda a, b, dtype, *, out: out.copy_(a.to(dtype) @ b.to(dtype)), "CPU")
+    yield
+    library._destroy()
 
 
 @pytest.mark.usefixtures("strips_of_eight")
@@ -143,6 +148,17 @@ def test_a_gradient_with_misaligned_rows_is_copied_in_strips_for_both_products()
         assert not any("operand" in b for b in program.buffers)
 
 
+@pytest.mark.usefixtures("strips_of_eight")
+def test_what_is_summed_over_strips_is_rounded_once() -> None:
+    torch.manual_seed(5)
+    dy, w = torch.randn(64, 257).bfloat16(), torch.randn(257, 32).bfloat16()
+    program = program_of(torch.mm, dy, w, options=GPU)
+    assert sum("strip" in b for b in program.buffers) > 1
+    got, exact = interpret(program, [dy, w])[0], dy.double() @ w.double()
+    assert got.dtype == torch.bfloat16
+    assert (got - exact).norm() < 1.01 * ((dy.float() @ w.float()).bfloat16() - exact).norm()
+
+
 def test_a_step_holds_one_strip_at_a_time() -> None:
     rng = random.Random(3)
     tokens, inner, wide = 1024 * rng.randint(1, 3), 256 * rng.randint(1, 3), rng.randrange(33001, 45000, 2)
@@ -150,7 +166,8 @@ def test_a_step_holds_one_strip_at_a_time() -> None:
     x = torch.empty(tokens, inner, dtype=torch.bfloat16, requires_grad=True)
     memory = reflib.explain(head, x, target="sm_90", dynamic=False).backward.memory
     gradients = 2 * (wide * (inner + 1) + tokens * inner)
-    assert memory.peak_bytes < 2 * tokens * wide * (1 + 1.1 / strips.STRIPS[0]) + 1.01 * gradients
+    sums = 2 * 4 * tokens * inner  # so far, and a strip's
+    assert memory.peak_bytes < 2 * tokens * wide * (1 + 1.1 / strips.STRIPS[0]) + 1.01 * gradients + sums
 
 
 @pytest.mark.usefixtures("always")
