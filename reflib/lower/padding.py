@@ -169,10 +169,10 @@ def padded_product(
     return result if result.strides == contiguous_strides(cx.shape) else nest(cx, lambda k: k.load(result))
 
 
-def _only_long(b: View, n: int, k: int) -> bool:
-    """Would ``b`` be copied for a few rows more, which are few beside its own?"""
+def _only_long(b: View, n: int, k: int, total: torch.dtype | None = None) -> bool:
+    """Would ``b`` be copied for a few rows more, which are few beside its own, and what they add fits in ``total``?"""
     rows = _int(b.shape[-2])
-    if b.dtype == torch.float16:  # the rest alone may be more than it holds
+    if (total or b.dtype) == torch.float16:  # the rest alone may be more than it holds
         return False
     return not _is_copied(b, (rows, n)) and rows != k and not _by_columns(b) and rows >= LONG * BYTES
 

@@ -41,7 +41,7 @@ def in_strips(cx: LoweringContext, a: View, b: View, sizes: tuple[int, int, int]
     wide = _transposed(a) if turned else a
     rows, columns = map(_int, wide.shape)
     if rows * columns * a.dtype.itemsize < LEAST or not (
-        k == rows and not _is_copied(b, (k, n)) if turned else _only_long(b, n, k)
+        k == rows and not _is_copied(b, (k, n)) if turned else _only_long(b, n, k, torch.float32)
     ):
         return None
     if turned:

@@ -135,13 +135,14 @@ def strips_of_eight(always: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 @pytest.mark.usefixtures("strips_of_eight")
-def test_a_gradient_with_misaligned_rows_is_copied_in_strips_for_both_products() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gradient_with_misaligned_rows_is_copied_in_strips_for_both_products(dtype: torch.dtype) -> None:
     """Widths that strips divide or not, rows that are and are none of a multiple; a part of something larger."""
     rng = random.Random(7)
     for wide in (9, 31, 33, 65, rng.randrange(67, 99, 2), rng.randrange(66, 98, 8)):
         tokens, inner, extra = 8 * rng.randint(1, 4), 8 * rng.randint(1, 4), rng.choice([0, 3])
         sizes = ((tokens, wide + extra), (wide, inner), (tokens, inner))
-        dy, w, x = (torch.randint(-1, 2, s).bfloat16() for s in sizes)
+        dy, w, x = (torch.randint(-1, 2, s).to(dtype) for s in sizes)
         program = check(lambda dy, w, x: (dy @ w, dy.t() @ x), [dy[:, extra:], w, x])
         made = [b for b in program.buffers if "strip" in b]
         assert 1 <= len(made) <= strips.STRIPS[1] and len(products(program)) == 2 * len(made)
@@ -157,6 +158,14 @@ def test_what_is_summed_over_strips_is_rounded_once() -> None:
     got, exact = interpret(program, [dy, w])[0], dy.double() @ w.double()
     assert got.dtype == torch.bfloat16
     assert (got - exact).norm() < 1.01 * ((dy.float() @ w.float()).bfloat16() - exact).norm()
+
+
+@pytest.mark.usefixtures("strips_of_eight")
+def test_sums_of_strips_that_half_precision_does_not_hold() -> None:
+    signs = torch.tensor([1, -1]).repeat_interleave(128)[:-1].half()
+    dy, w = 100 * signs.expand(64, 255), torch.full((255, 32), 100.0).half()
+    program = check(torch.mm, [dy.contiguous(), w])  # up to 1,280,000, and then 10,000
+    assert sum("strip" in b for b in program.buffers) > 1
 
 
 def test_a_step_holds_one_strip_at_a_time() -> None:
