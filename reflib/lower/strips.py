@@ -52,7 +52,8 @@ def in_strips(cx: LoweringContext, a: View, b: View, sizes: tuple[int, int, int]
     made = _rest(cx, a, b, torch.float32)
     whole = columns - columns % (BYTES // a.dtype.itemsize)
     for first, strip in _strips(cx, wide):
-        deep = min(_int(strip.shape[1]), whole - first)
+        if (deep := min(_int(strip.shape[1]), whole - first)) == 0:  # the last one is of the rest alone
+            break
         left = replace(strip, shape=(strip.shape[0], expr(deep)))
         if cx.dtype == torch.float32:
             _call(cx, aten.addmm.default, aten.addmm.out, made, made, left, _rows(b, first, deep))
