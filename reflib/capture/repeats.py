@@ -38,9 +38,12 @@ def merge_repeats(gm: torch.fx.GraphModule) -> None:
 
 def _repeatable(node: torch.fx.Node) -> bool:
     op = node.target
-    if isinstance(op, torch._ops.OpOverload) and (op.namespace not in NAMESPACES or "empty" in op.name()):
-        return False
-    if isinstance(op, torch._ops.HigherOrderOperator) or node.is_impure():  # (it is random, or writes, or asserts)
+    if isinstance(op, torch._ops.OpOverload):
+        if op.namespace not in NAMESPACES or "empty" in op.name() or op._schema.is_mutable:
+            return False
+        if torch.Tag.nondeterministic_seeded in op.tags:
+            return False
+    elif isinstance(op, torch._ops.HigherOrderOperator) or node.is_impure():
         return False
     sized = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, (torch.Tensor, *SIZED))]
     return not free_unbacked_symbols(sized)
