@@ -39,9 +39,8 @@ def merge_repeats(gm: torch.fx.GraphModule) -> None:
 def _repeatable(node: torch.fx.Node) -> bool:
     op = node.target
     if isinstance(op, torch._ops.OpOverload):
-        if op.namespace not in NAMESPACES or "empty" in op.name() or op._schema.is_mutable:
-            return False
-        if torch.Tag.nondeterministic_seeded in op.tags:
+        drawn = torch.Tag.nondeterministic_seeded in op.tags
+        if drawn or op.namespace not in NAMESPACES or "empty" in op.name() or op._schema.is_mutable:
             return False
     elif isinstance(op, torch._ops.HigherOrderOperator) or node.is_impure():
         return False
