@@ -5,15 +5,17 @@ from typing import Any
 
 import torch
 
+from .repeats import storages
+
 CALLERS = "reflib_callers"  # in a node's meta, which goes with it when the graph is cut in two
 
 
 def mark(gm: torch.fx.GraphModule, options: Any = None, gpu: bool = False) -> torch.fx.GraphModule:
     """Plugs into ``pipeline.REWRITES``, after all that makes nodes."""
     arguments = [n for n in gm.graph.nodes if n.op == "placeholder" and not n.name.startswith("tangents")]
-    given = {_storage(n) for n in arguments} - {None}
+    given = set().union(*map(storages, arguments))
     for n in gm.graph.nodes:
-        if n.op != "output" and _storage(n) in given:
+        if n.op != "output" and storages(n) & given:
             n.meta[CALLERS] = True
     return gm
 
@@ -21,8 +23,3 @@ def mark(gm: torch.fx.GraphModule, options: Any = None, gpu: bool = False) -> to
 def is_callers(n: torch.fx.Node) -> bool:
     """Of a placeholder of a backward graph."""
     return n.name.startswith("primals_") or CALLERS in n.meta
-
-
-def _storage(n: torch.fx.Node) -> int | None:
-    value = n.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) and not value.is_sparse else None

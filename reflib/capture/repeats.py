@@ -1,8 +1,8 @@
 """A joint graph computes nothing twice: common subexpressions are merged before it is cut into forward and backward.
 
 A node repeats an earlier one if both call the same op with the same arguments, and nothing is mutated in between. Left
-alone are random ops, uninitialised tensors, what shares storage with an output (eager returns tensors of their own) and
-sizes that only running gives.
+alone are random ops, ops that others registered, uninitialised tensors, what shares storage with an output (eager
+returns tensors of their own) and sizes that only running gives.
 
 NB: the partitioner of PyTorch can do this (``torch._functorch.config.cse``), but imports TorchInductor's lowerings and
 templates for it: over a second of the first training step in a process.
@@ -12,19 +12,20 @@ from typing import Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
 
-EMPTY = {getattr(torch.ops.aten, n) for n in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
-SIZED = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+NAMESPACES = ("aten", "prims", "_c10d_functional")  # of other ops nobody says that two calls return the same
+SIZED = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def merge_repeats(gm: torch.fx.GraphModule) -> None:
     """Merge nodes of ``gm`` that repeat earlier ones."""
     mutations, first = 0, dict[Any, torch.fx.Node]()
-    returned = {_storage(n) for n in gm.graph.output_node().all_input_nodes} - {None}
+    returned = set().union(*map(storages, gm.graph.output_node().all_input_nodes))
     for node in gm.graph.nodes:
         op = node.target
         mutations += isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable
-        if node.op != "call_function" or not _repeatable(node) or _storage(node) in returned:
+        if node.op != "call_function" or not _repeatable(node) or storages(node) & returned:
             continue
         try:
             earlier = first.setdefault((op, mutations, _key(node.args), _key(node.kwargs)), node)
@@ -36,19 +37,21 @@ def merge_repeats(gm: torch.fx.GraphModule) -> None:
 
 
 def _repeatable(node: torch.fx.Node) -> bool:
-    op, value = node.target, node.meta.get("val")
+    op = node.target
     if isinstance(op, torch._ops.OpOverload):
-        if torch.Tag.nondeterministic_seeded in op.tags or op.overloadpacket in EMPTY or op._schema.is_mutable:
+        drawn = torch.Tag.nondeterministic_seeded in op.tags
+        if drawn or op.namespace not in NAMESPACES or "empty" in op.name() or op._schema.is_mutable:
             return False
-    elif isinstance(op, torch._ops.HigherOrderOperator):
+    elif isinstance(op, torch._ops.HigherOrderOperator) or node.is_impure():
         return False
-    return not (isinstance(value, SIZED) and free_unbacked_symbols(value))
+    sized = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, (torch.Tensor, *SIZED))]
+    return not free_unbacked_symbols(sized)
 
 
-def _storage(node: torch.fx.Node) -> int | None:
-    value = node.meta.get("val")
-    strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
-    return value.untyped_storage()._cdata if strided else None
+def storages(node: torch.fx.Node) -> set[Any]:
+    """Of its value, or values. What has none stands for itself."""
+    tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+    return {v.untyped_storage()._cdata if v.layout is torch.strided else node for v in tensors}
 
 
 def _key(value: Any) -> Any:
@@ -57,6 +60,6 @@ def _key(value: Any) -> Any:
         return (type(value), *map(_key, value))
     if isinstance(value, dict):
         return (dict, *((k, _key(v)) for k, v in value.items()))
-    if isinstance(value, SIZED[1:]):
+    if isinstance(value, SIZED):
         return value.node
-    return (float, repr(value)) if isinstance(value, float) else (type(value), value)
+    return type(value), repr(value) if isinstance(value, (float, complex)) else value

@@ -183,9 +183,7 @@ class _Grouping:
 
 def _leads(a: Cluster, b: Cluster) -> bool:
     """Should the two be written in ``a``'s variables?"""
-    if (a.template is None) != (b.template is None):
-        return a.template is not None
-    return a.ops >= b.ops
+    return (a.template is not None, a.ops) >= (b.template is not None, b.ops)
 
 
 def _emit_all(work: _Grouping, made_of: Mapping[str, tuple[str, ...]]) -> tuple[Program, list[Group]]:

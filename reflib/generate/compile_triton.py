@@ -104,7 +104,8 @@ def alike(kernels: Iterable[Kernel]) -> dict[Kernel, Kernel]:
 def _nameless(kernel: Kernel) -> Kernel:
     """What the machine code follows from: no comments, no grid, numbers for names of the function and its pointers."""
     numbers = {pointer_name(b): f"<{i}>" for i, (b, _) in enumerate(kernel.buffers)}
-    text = re.sub(r"^ *#.*\n", "", kernel.source.replace(kernel.name, "<>"), flags=re.M)
+    own = rf"(?<![\w.]){re.escape(kernel.name)}"  # (not the op in ``tl.exp``, of a kernel ``exp``)
+    text = re.sub(r"^ *#.*\n", "", re.sub(own, "<>", kernel.source), flags=re.M)
     text = re.sub(r"\w+_ptr\b", lambda m: numbers.get(m[0], m[0]), text)
     buffers = tuple((str(i), dtype) for i, (_, dtype) in enumerate(kernel.buffers))
     return replace(kernel, name="", source=text, buffers=buffers, grid=expr(1))

@@ -22,7 +22,4 @@ def limit_facts(sizes: list[Expr]) -> tuple[Assume, ...] | None:
 
 def _implied(e: Expr, others: list[Expr], at: int) -> bool:
     """Is another fact at least as strong? (Of two equal ones the first is kept.)"""
-    for j, o in enumerate(others):
-        if j != at and nonneg(o - e) and (j < at or not nonneg(e - o)):
-            return True
-    return False
+    return any(j != at and nonneg(o - e) and (j < at or not nonneg(e - o)) for j, o in enumerate(others))

@@ -132,11 +132,9 @@ def _is_new_symbol(cx: LoweringContext, size: torch.SymInt) -> bool:
 
 def written_arguments(schema: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     """The arguments the schema says are written to, in order."""
-    out = []
-    for i, a in enumerate(schema.arguments if schema is not None else ()):
-        if a.alias_info is not None and a.alias_info.is_write:
-            out.append(args[i] if i < len(args) else kwargs.get(a.name))
-    return out
+    known = enumerate(schema.arguments if schema is not None else ())
+    written = [(i, a.name) for i, a in known if a.alias_info is not None and a.alias_info.is_write]
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in written]
 
 
 def _returns_argument(schema: Any, i: int) -> bool:

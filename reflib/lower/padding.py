@@ -169,10 +169,10 @@ def padded_product(
     return result if result.strides == contiguous_strides(cx.shape) else nest(cx, lambda k: k.load(result))
 
 
-def _only_long(b: View, n: int, k: int) -> bool:
-    """Would ``b`` be copied for a few rows more, which are few beside its own?"""
+def _only_long(b: View, n: int, k: int, total: torch.dtype | None = None) -> bool:
+    """Would ``b`` be copied for a few rows more, which are few beside its own, and what they add fits in ``total``?"""
     rows = _int(b.shape[-2])
-    if b.dtype == torch.float16:  # the rest alone may be more than it holds
+    if (total or b.dtype) == torch.float16:  # the rest alone may be more than it holds
         return False
     return not _is_copied(b, (rows, n)) and rows != k and not _by_columns(b) and rows >= LONG * BYTES
 
@@ -183,18 +183,18 @@ def _without_the_rest(cx: LoweringContext, a: View, b: View, k: int) -> tuple[An
     depth = _int(b.shape[-2])
     whole = depth - depth % (BYTES // b.dtype.itemsize)
     a = replace(_padded(cx, a, (_int(a.shape[-2]), k)), shape=a.shape)
-    rest = _rest(cx, a, b)
+    rest = _rest(cx, a, b, cx.dtype)
     left = replace(a, shape=(*a.shape[:-1], expr(whole)))
     right = replace(b, shape=(*b.shape[:-2], expr(whole), b.shape[-1]))
     add = torch.ops.aten.addmm.default if len(a.shape) == 2 else torch.ops.aten.baddbmm.default
     return add, [rest], left, right
 
 
-def _rest(cx: LoweringContext, a: View, b: View) -> View:
+def _rest(cx: LoweringContext, a: View, b: View, dtype: torch.dtype) -> View:
     """What the rows of ``b`` after the last multiple add."""
     depth = _int(b.shape[-2])
     whole = depth - depth % (BYTES // b.dtype.itemsize)
-    rest = cx.temp("rest", (*a.shape[:-1], b.shape[-1]), cx.dtype)
+    rest = cx.temp("rest", (*a.shape[:-1], b.shape[-1]), dtype)
     added = NestBuilder(cx, rest.shape)
     *batch, row, column = added.coords
     total: Value | None = None

@@ -18,9 +18,7 @@ from .rules import Unsupported, rule
 def dims_of(x: View, dim: Any) -> tuple[int, ...]:
     """The reduced dimensions, non-negative and sorted; None and () mean all."""
     n = len(x.shape)
-    dims = range(n) if dim is None else [dim] if isinstance(dim, int) else list(dim)
-    if not dims:
-        dims = range(n)
+    dims = [dim] if isinstance(dim, int) else dim or range(n)
     return tuple(sorted({d % n for d in dims})) if n else ()
 
 
@@ -66,9 +64,7 @@ rule("amin", "min.default")(partial(_extremes, "min"))
 
 
 def extreme(k: NestBuilder, kind: str, v: Value) -> Value:
-    if v.dtype == torch.bool:
-        return k.reduce("any" if kind == "max" else "all", v)
-    return k.reduce(kind, v)
+    return k.reduce({"max": "any", "min": "all"}[kind] if v.dtype == torch.bool else kind, v)
 
 
 # -- variance ---------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def view(cx: LoweringContext, base: View, *_: Any, **__: Any) -> Any:
     fakes = cx.fakes
     if any(f.layout != torch.strided for f in (source, *fakes)):
         raise Unsupported("sparse layout")
-    if _name(cx.node.target) in MAY_COPY and not same_storage(fakes[0], source):
+    if _name(cx.node.target) in MAY_COPY and fakes[0].untyped_storage()._cdata != source.untyped_storage()._cdata:
         return copied(cx, base)
     flat, spec = torch.utils._pytree.tree_flatten(cx.fake)
     return torch.utils._pytree.tree_unflatten([alias(cx, base, source, f) for f in flat], spec)
@@ -84,7 +84,3 @@ def copied(cx: LoweringContext, base: View) -> View:
     if cx.shape == base.shape:
         return RULES[aten.clone.default](cx, base)
     return nest(cx, lambda k: k.load(base, unflatten(k.linear(range(len(k.shape))), base.shape)))
-
-
-def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata

@@ -50,7 +50,8 @@ def wrap(
     logger("wrapper").info("%s", source)
     bound: dict[str, Callable[[], Any]] = {}
     waiting: list[Future] = []
-    for language, mine in by_language(kernels).items():
+    for language in dict.fromkeys(k.language for k in kernels.values()):
+        mine = {name: k for name, k in kernels.items() if k.language == language}
         more, futures = BINDERS[language](program, mine, options, built or {})
         bound |= more
         waiting += futures
@@ -62,14 +63,6 @@ def wrap(
         return scope["call"]
 
     return source, Wrapped(first_call, waiting)
-
-
-def by_language(kernels: Kernels) -> dict[str, dict[str, Kernel]]:
-    """The kernels of each language."""
-    out: dict[str, dict[str, Kernel]] = {}
-    for name, kernel in kernels.items():
-        out.setdefault(kernel.language, {})[name] = kernel
-    return out
 
 
 class Wrapped:

@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -123,24 +124,50 @@ def test_an_operand_of_two_products_is_copied_once() -> None:
 
 
 @pytest.fixture
-def strips_of_eight(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def strips_of_eight(always: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in (("LEAST", 0), ("TILE", 8)):
         monkeypatch.setattr(strips, name, value)
     monkeypatch.setattr(padding, "LONG", 0)
+    library = torch.library.Library("aten", "IMPL")  # (PyTorch has this one for CUDA only)
+    library.impl("mm.dtype_out", lambda a, b, dtype, *, out: out.copy_(a.to(dtype) @ b.to(dtype)), "CPU")
+    yield
+    library._destroy()
 
 
 @pytest.mark.usefixtures("strips_of_eight")
-def test_a_gradient_with_misaligned_rows_is_copied_in_strips_for_both_products() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gradient_with_misaligned_rows_is_copied_in_strips_for_both_products(dtype: torch.dtype) -> None:
     """Widths that strips divide or not, rows that are and are none of a multiple; a part of something larger."""
     rng = random.Random(7)
     for wide in (9, 31, 33, 65, rng.randrange(67, 99, 2), rng.randrange(66, 98, 8)):
         tokens, inner, extra = 8 * rng.randint(1, 4), 8 * rng.randint(1, 4), rng.choice([0, 3])
         sizes = ((tokens, wide + extra), (wide, inner), (tokens, inner))
-        dy, w, x = (torch.randint(-1, 2, s).bfloat16() for s in sizes)
+        dy, w, x = (torch.randint(-1, 2, s).to(dtype) for s in sizes)
         program = check(lambda dy, w, x: (dy @ w, dy.t() @ x), [dy[:, extra:], w, x])
         made = [b for b in program.buffers if "strip" in b]
-        assert 1 <= len(made) <= strips.STRIPS[1] and len(products(program)) == 2 * len(made)
+        each = program.buffers[made[0]].shape[1].hint()
+        empty = (len(made) - 1) * each == wide - wide % 8  # the last one: it is of the rest alone
+        assert 1 <= len(made) <= strips.STRIPS[1] and len(products(program)) == 2 * len(made) - empty
         assert not any("operand" in b for b in program.buffers)
+
+
+@pytest.mark.usefixtures("strips_of_eight")
+def test_what_is_summed_over_strips_is_rounded_once() -> None:
+    torch.manual_seed(5)
+    dy, w = torch.randn(64, 257).bfloat16(), torch.randn(257, 32).bfloat16()
+    program = program_of(torch.mm, dy, w, options=GPU)
+    assert sum("strip" in b for b in program.buffers) > 1
+    got, exact = interpret(program, [dy, w])[0], dy.double() @ w.double()
+    assert got.dtype == torch.bfloat16
+    assert (got - exact).norm() < 1.01 * ((dy.float() @ w.float()).bfloat16() - exact).norm()
+
+
+@pytest.mark.usefixtures("strips_of_eight")
+def test_sums_of_strips_that_half_precision_does_not_hold() -> None:
+    signs = torch.tensor([1, -1]).repeat_interleave(128)[:-1].half()
+    dy, w = 100 * signs.expand(64, 255), torch.full((255, 32), 100.0).half()
+    program = check(torch.mm, [dy.contiguous(), w])  # up to 1,280,000, and then 10,000
+    assert sum("strip" in b for b in program.buffers) > 1
 
 
 def test_a_step_holds_one_strip_at_a_time() -> None:
@@ -150,7 +177,8 @@ def test_a_step_holds_one_strip_at_a_time() -> None:
     x = torch.empty(tokens, inner, dtype=torch.bfloat16, requires_grad=True)
     memory = reflib.explain(head, x, target="sm_90", dynamic=False).backward.memory
     gradients = 2 * (wide * (inner + 1) + tokens * inner)
-    assert memory.peak_bytes < 2 * tokens * wide * (1 + 1.1 / strips.STRIPS[0]) + 1.01 * gradients
+    sums = 2 * 4 * tokens * inner  # so far, and a strip's
+    assert memory.peak_bytes < 2 * tokens * wide * (1 + 1.1 / strips.STRIPS[0]) + 1.01 * gradients + sums
 
 
 @pytest.mark.usefixtures("always")

@@ -75,6 +75,39 @@ def test_results_are_tensors_of_their_own() -> None:
     torch.testing.assert_close(x.grad, 4 * y.detach() * (x * y > 0))
 
 
+@pytest.mark.parametrize("op", [lambda x: x.max(-1)[0], lambda x: torch.var_mean(x, -1)[1]])
+def test_results_of_an_op_with_several(op: Callable) -> None:
+    x = torch.randn(5, 6, requires_grad=True)
+    a, b = torch.compile(lambda x: (op(x * 2), op(x * 2)), backend="reflib")(x)
+    with torch.no_grad():
+        a.zero_()
+    torch.testing.assert_close(b, op(x * 2))
+
+
+def test_registered_ops_are_called_as_often_as_written() -> None:
+    @torch.library.custom_op("test_repeats::noise", mutates_args=())
+    def noise(x: torch.Tensor) -> torch.Tensor:  # (it does not say that it is random)
+        return torch.rand_like(x)
+
+    noise.register_fake(torch.empty_like)
+    noise.register_autograd(lambda _, grad: torch.zeros_like(grad))
+    f = torch.compile(lambda x: (noise(x) - noise(x)).abs().sum(), backend="reflib")
+    assert f(torch.ones(9, requires_grad=True)) > 0
+
+
+def test_complex_zeros_and_sizes_of_several_results() -> None:
+    def f(x: torch.Tensor) -> tuple:
+        zeros = [torch.full((), z).div(x[0]).real for z in (complex(0.0, 0.0), complex(-0.0, 0.0))]
+        found = [torch.unique(x, return_inverse=True)[0] for _ in range(2)]
+        return (*zeros, (found[0] * 2).sum() + (found[1] * 3).sum())
+
+    gm = make_fx(f, tracing_mode="symbolic")(x := torch.tensor([2.0, 2.0, 1.0]))
+    merge_repeats(gm)
+    calls = [n.target for n in gm.graph.nodes]
+    assert calls.count(aten.full.default) == calls.count(aten._unique2.default) == 2
+    torch.testing.assert_close(gm(x), f(x))
+
+
 def test_sizes_of_two_results_of_nonzero() -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         return x[x > 0].sum() * x[x > 0].exp().mean()
