@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import reflib
-from reflib.capture import attention_call
 from reflib.capture.attention_call import hidden, named, weighted
 from reflib.ir.program import Extern
 from tests.attention_cases import INF, LOWEST, Rewritten, becomes_a_call, calls, causal, operators, padding, qkv, sizes
@@ -209,23 +208,6 @@ def test_boolean_masks(i: int) -> None:
     dead = causal(n).repeat(b, 1, 1, 1)
     dead[1, :, 3] = False
     becomes_a_call(fn, *args, dead, backward=True)
-
-
-def test_gradients_of_filled_rows() -> None:
-    """With a bias that is no mask too; nothing is added where no row is filled."""
-
-    for first in (0, 1):  # all keys of the first row, or all but one
-
-        def fn(q, k, v, first=first):
-            fill = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(first)
-            return (q @ k.mT / 4 + torch.arange(q.shape[2]) * 0.1).masked_fill(fill, -INF).softmax(-1) @ v
-
-        torch._dynamo.reset()
-        rewritten = Rewritten(fn)
-        check(fn, rewritten, *qkv(34, grad=True), backward=True)
-        nodes = [n.target for n in rewritten.graphs[0].graph.nodes]
-        assert rewritten.names() == ["scaled_dot_product_attention"]
-        assert nodes.count(attention_call.filled) == 1 - first
 
 
 @pytest.mark.sample(2)

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import reflib
+from reflib.capture import attention_call
 from reflib.capture.masks import _dense
+from tests.attention_cases import INF, Rewritten, qkv
 from tests.checking import check
 from tests.semantics import Compiled
 
@@ -231,3 +233,20 @@ def test_a_mask_in_a_list_that_is_written_to() -> None:
 
     q = torch.randn(2, 3, 8, 16, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(torch.compile(f, backend="reflib")(q), f(q))
+
+
+def test_gradients_of_filled_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a bias that is no mask too; nothing is added where no row is filled."""
+    monkeypatch.setattr(attention_call, "LONG", 0)
+    for first in (0, 1):  # all keys of the first row, or all but one
+
+        def fn(q, k, v, first=first):
+            fill = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(first)
+            return (q @ k.mT / 4 + torch.arange(q.shape[2]) * 0.1).masked_fill(fill, -INF).softmax(-1) @ v
+
+        torch._dynamo.reset()
+        rewritten = Rewritten(fn)
+        check(fn, rewritten, *qkv(34, grad=True), backward=True)
+        nodes = [n.target for n in rewritten.graphs[0].graph.nodes]
+        assert rewritten.names() == ["scaled_dot_product_attention"]
+        assert nodes.count(attention_call.filled) == 1 - first
