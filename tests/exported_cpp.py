@@ -111,7 +111,9 @@ class CTensor(ctypes.Structure):
 
 
 class CAny(ctypes.Union):
-    _fields_ = [("tensor", CTensor), ("integer", ctypes.c_int64), ("number", ctypes.c_double), ("text", ctypes.c_char_p)]
+    _fields_ = [
+        ("tensor", CTensor), ("integer", ctypes.c_int64), ("number", ctypes.c_double), ("text", ctypes.c_char_p),
+    ]  # fmt: skip
 
 
 class CValue(ctypes.Structure):
