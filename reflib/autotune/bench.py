@@ -38,7 +38,7 @@ LOST = (  # messages of CUDA errors after which every call in this process fails
     "illegal instruction", "ILLEGAL_ADDRESS", "MISALIGNED_ADDRESS", "LAUNCH_FAILED", "CUDA_ERROR_ASSERT",
     "ILLEGAL_INSTRUCTION", "hardware stack error", "invalid program counter",
 )  # fmt: skip
-POISON_BLOCKS = 32  # free blocks of each result's size that are filled before a checked call ...
+POISON_BLOCKS, ON_A_CPU = 32, 256  # free blocks of each result's size that are filled before a checked call ...
 POISON_BYTES = 64 * MIB  # ... and of all together, beyond one block each
 
 
@@ -199,7 +199,8 @@ def _poison(bench: Bench) -> None:
     """Fill with ones (a NaN) what the allocator may hand out next, so that unwritten results show: not only the first
     free block of a result's size, which the call may use for something else, but many, and all held at once."""
     budget = min(POISON_BYTES, bench.room)
-    each = max(1, min(POISON_BLOCKS, budget // max(1, sum(bench.output_bytes))))
+    most = ON_A_CPU if bench.device.type == "cpu" else POISON_BLOCKS  # malloc takes any that is large enough
+    each = max(1, min(most, budget // max(1, sum(bench.output_bytes))))
     blocks = [torch.empty(n, dtype=torch.uint8, device=bench.device) for n in bench.output_bytes for _ in range(each)]
     for b in blocks:
         b.fill_(255)
