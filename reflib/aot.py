@@ -61,62 +61,70 @@ def aot_compile(
     packaged, or the file cannot be written: an old file is kept), ToolchainError, DeviceError.
     """
     from .package.architectures import wanted
-    from .package.archive import stamp
-    from .package.build import Planned, build, ptx_target
+    from .package.build import ptx_target
     from .ranks.packages import one_per_rank
-    from .wrap.aten import declared
 
     opts = _options(options)
     want = wanted(archs, ptx)
     path, about = _writable(path), _metadata(metadata)
-    shims = declared(opts.c_shims)
     captured, programs, exported = {}, {}, {}
     for kind in dict.fromkeys("cuda" if t.is_gpu else "cpu" for t in want.targets):
         device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
         captured[kind], exported[kind], programs[kind] = _capture(model, args, kwargs, dynamic_shapes, device, opts)
-    if training := next(iter(exported.values())).training:
-        what = f"{getattr(model, '__name__', type(model).__name__)} is captured as it is in training"
-        warnings.warn(f"{what}: {', '.join(training)}. For inference call model.eval() first", UserWarning, 2)
+    _warn_of_training(model, next(iter(exported.values())).training)
     grouped = bool(next(iter(captured.values())).groups)
     if grouped and opts.autotune == "background":
         what = "would be measured later by each rank for itself"
         raise OptionError(f'aot_compile: autotune="background": a model that communicates {what}; use "blocking"')
     named = [*((t.arch, t) for t in want.targets), *([("ptx", ptx_target())] if want.ptx else [])]
-    kinds = ["cuda" if t.is_gpu else "cpu" for _, t in named]
-    stages = [_stages(exported[k].graph, programs[k], opts, t) for k, (_, t) in zip(kinds, named)]
-
-    def write(stages: Sequence[Any], options: Options, own: Path = path, instead_of: Any = None) -> Path:
-        planned = [
-            Planned(arch, t, kind, s.scheduled, s.plan, s.kernels, want.here and not t.is_gpu)
-            for kind, (arch, t), s in zip(kinds, named, stages)
-        ]
-        return build(own, captured, planned, options, shims, about, instead_of)
-
+    variants = [(arch, t, "cuda" if t.is_gpu else "cpu") for arch, t in named]
+    stages = [_stages(exported[kind].graph, programs[kind], opts, t) for _, t, kind in variants]
+    write = partial(_write, captured, variants, want.here, about)
     if grouped:
         return one_per_rank(path, lambda own: write(stages, opts, own))
     if opts.autotune != "background":
-        return write(stages, opts)
-    write(stages, opts.but(autotune="off"))
-    first, there = stamp(path), path.absolute()  # the program may go to another folder
-    _tune_later(path, stages, lambda tuned: write(tuned, opts.but(autotune="blocking"), there, first))
+        return write(stages, opts, path)
+    write(stages, opts.but(autotune="off"), path)
+    _tune_later(path, stages, partial(write, options=opts.but(autotune="blocking")))
     return path
 
 
-def _tune_later(path: Path, stages: Sequence[Any], write: Callable[[Sequence[Any]], Path]) -> None:
+def _write(
+    captured: Mapping[str, Any], variants: Iterable[tuple[str, Target, str]], here: bool, about: Mapping[str, str],
+    stages: Sequence[Any], options: Options, path: Path, instead_of: Any = None,
+) -> Path:  # fmt: skip
+    """The file, of the stages of each variant. ``instead_of``: as for ``build``."""
+    from .package.build import Planned, build
+    from .wrap.aten import declared
+
+    planned = [
+        Planned(arch, t, kind, s.scheduled, s.plan, s.kernels, here and not t.is_gpu)
+        for (arch, t, kind), s in zip(variants, stages)
+    ]
+    return build(path, captured, planned, options, declared(options.c_shims), about, instead_of)
+
+
+def _warn_of_training(model: Any, training: Sequence[str]) -> None:
+    if training:
+        what = f"{getattr(model, '__name__', type(model).__name__)} is captured as it is in training"
+        warnings.warn(f"{what}: {', '.join(training)}. For inference call model.eval() first", UserWarning, 3)
+
+
+def _tune_later(path: Path, stages: Sequence[Any], write: Callable[..., Path]) -> None:
     """Measure what is not known while the program goes on, then replace the file, unless another was written there."""
     from .background import Background, files
-    from .package.archive import Replaced
+    from .package.archive import Replaced, stamp
     from .tuning import Again, asked, tuned
 
     if not any(s.swap for s in stages):
         return
     begun = [(s, asked(s)) if s.swap else (s, None) for s in stages]
-    key = os.path.realpath(path)
+    key, first, there = os.path.realpath(path), stamp(path), path.absolute()  # the program may go to another folder
 
     def tune(background: Background) -> Any:
         made = [s if a is None else tuned(s, Again(a, background), "generate") for s, a in begun]
         try:
-            write(made)
+            write(made, path=there, instead_of=first)
         except Replaced as e:
             logger("autotune").info("%s", e)
         return _all(made)
@@ -132,11 +140,14 @@ def _all(stages: Sequence[Any]) -> Any:
 
 
 def _options(given: Mapping[str, Any]) -> Options:
+    from .wrap.aten import declared
+
     options = Options.make(given)
     if options.target is not None:
         raise OptionError("aot_compile takes archs=, not target=")
     if given.get("wrapper") == "python":
         raise OptionError('aot_compile: wrapper="python": a package\'s wrapper is C++; leave it out')
+    declared(options.c_shims)  # an error now, not when all is compiled
     return options.but(wrapper="cpp")
 
 

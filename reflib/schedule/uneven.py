@@ -19,8 +19,8 @@
   instructions per warp for 256 bf16 columns of 64; with 16 elements 1,455), 8 in a longer one. All at once: 32.
 * **Columns of many streams**: a step's loads are HELD bytes per thread at most. (The gradient of max pooling, summed
   for a batch norm, reads 4 windows and as many int64 places: with 16 elements per thread 168 registers, 72 with 4.)
-* **Few programs of columns**, less than two per multiprocessor, go through a loop with four
-  times as many warps and twice as many rows per step.
+* **Few programs of columns**, less than two per multiprocessor, go through a loop with four times as many warps and
+  twice as many rows per step.
 * **Few programs** that keep all that they reduce in registers get more warps each, down to one read per thread, until
   half of the multiprocessors' threads are there: nothing else hides what a thread waits for.
 """
