@@ -7,8 +7,8 @@ there a step holds the most. In strips of columns only one is there at a time::
     dX  =  dY[:, :s] @ W[:s]  +  dY[:, s:2s] @ W[s:2s]  + ...        dW[:s] = dY[:, :s].T @ X,   dW[s:2s] = ...
 
 A strip is copied once, for both, and is still in the L2 cache then. dX is summed in float32 and rounded once, as in one
-product (rounded per strip, bfloat16 had 1.6 times eager's error); dW is as it was.
-Which product runs when is for ``plan.order`` to say.
+product (rounded per strip, bfloat16 had 1.6 times eager's error); dW is as it was. Which product runs when is for
+``plan.order`` to say.
 """
 
 from collections.abc import Iterator
