@@ -16,7 +16,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "pipeline.CHOOSE": {
         "choose": "tuning:choose",
         "launches": "tuning:launches",
-        "together": "ranks.tune:TOGETHER",
+        "together": "ranks.tune",
         "fused": "plan.peak:lower_peak",
         "order": "plan.order:ordered",
         "arena": "ranks.place:placed",

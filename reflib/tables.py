@@ -26,7 +26,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -224,9 +224,7 @@ def _said(e: Entry) -> str:
 
 
 # -- files ------------------------------------------------------------------------------------------
-_ORDER = (
-    "device", "op", "sizes", "dtypes", "epilogue", "winner", "time_us", "default", "default_us", "versions", "date",
-)  # fmt: skip
+_ORDER = tuple(f.name for f in fields(Entry))
 _NEEDED = ("device", "op", "sizes", "winner")
 
 

@@ -8,13 +8,13 @@ and ``meanwhile``, which compiles what no choice touches. Both go through the pi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .autotune import Offer, Tuner, Tuning, decide, decide_launches, new_work
+from .autotune import Offer, Tuner, Work, decide, decide_launches, new_work
 from .background import Background, TunedOrFallback
 from .ir.loops import LoopNest
 from .ir.program import Program, Variants, kernel_variants
@@ -35,12 +35,11 @@ def choose(s: Stages) -> Chosen:
     from .lower.custom_ops import input_makers
 
     assert s.program is not None
-    with _how(s) as tuning:
-        tuning.together = CHOOSE["together"]
+    with _how(s, input_makers()) as work:
         program = s.tuning.asked if s.tuning is not None and _measures(s.options) else asked(s)
         if s.tuning is None:
-            tuning.meanwhile = partial(_build_the_rest, s)
-        return decide(program, s.options, s.target_of, build, input_makers(), tuning)
+            work.meanwhile = partial(_build_the_rest, s)
+        return decide(program, work)
 
 
 def launches(s: Stages) -> Chosen:
@@ -51,9 +50,8 @@ def launches(s: Stages) -> Chosen:
     offers = [] if s.program is None or off else offered(s, s.scheduled)  # (None: a part of a program)
     if not offers:
         return s.scheduled, s.decisions
-    with _how(s) as tuning:
-        tuning.together = CHOOSE["together"]
-        return decide_launches(s.scheduled, s.decisions, offers, new_work(s.options, s.target_of, build, {}, tuning))
+    with _how(s, {}) as work:
+        return decide_launches(s.scheduled, s.decisions, offers, work)
 
 
 def offered(s: Stages, program: Program) -> list[Offer]:
@@ -95,23 +93,25 @@ def _measures(options: Options) -> bool:
 
 
 @contextmanager
-def _how(s: Stages) -> Iterator[Tuning]:
+def _how(s: Stages, makers: Mapping[str, Callable[..., Any]]) -> Iterator[Work]:
     """How what ``s`` asks is decided: without measuring; by what is known, while the rest is measured in the
     background; by measuring, within what is left of ``tuning_seconds``, with workers unless it is to be done here."""
+    new = partial(new_work, s.options, s.target_of, build, makers)
     if not _measures(s.options):
-        yield Tuning()
+        yield new()
     elif s.options.autotune == "background" and s.tuning is None:
-        yield (tuning := Tuning(known_only=True, store=_store(s.options)))
-        if tuning.left and s.swap is None:
-            program, turn = asked(s), CHOOSE["together"]["turn"](s.program, s.graph.name, s.options)
+        together = CHOOSE["together"]
+        yield (work := new(known_only=True, store=_store(s.options), together=together))
+        if work.left and s.swap is None:
+            program, turn = asked(s), together.turn(s.program, s.graph.name, s.options)
             s.swap = lambda call: TunedOrFallback(call, Background(s, lambda b: tuned(s, Again(program, b)), turn))
     else:
-        with _measuring(s) as tuning:
-            yield tuning
+        with _measuring(s) as how:
+            yield new(together=CHOOSE["together"], **how)
 
 
 @contextmanager
-def _measuring(s: Stages) -> Iterator[Tuning]:
+def _measuring(s: Stages) -> Iterator[dict[str, Any]]:
     from .wrap.zeros import zeros
 
     store, background = _store(s.options), "" if s.tuning is None else s.tuning.background.name
@@ -125,7 +125,7 @@ def _measuring(s: Stages) -> Iterator[Tuning]:
     # that are captured meanwhile are the user's.)
     with nullcontext() if background else zeros.for_a_while():
         try:
-            yield Tuning(tuner, background=background, store=store)
+            yield {"tuner": tuner, "background": background, "store": store}
         finally:
             if tuner is not None:
                 tuner.close()

@@ -26,18 +26,18 @@ def decision_key(text: str, device: str) -> str:
 
 
 def facts(
-    device: torch.device, op: str, sizes: str, default: str, seconds: float, dtypes: str = "", epilogue: str = ""
+    device: torch.device, op: str, sizes: str, default: str, dtypes: str = "", epilogue: str = ""
 ) -> dict[str, Any]:
     """What the store keeps beside a decision, for people and portable tables; dated now. default: the name of the
-    default candidate. seconds: that measuring took. dtypes: of the tensors in ``sizes``. epilogue: what is fused with
-    it, in words that are the same in any program."""
+    default candidate. dtypes: of the tensors in ``sizes``. epilogue: what is fused with it, in words that are the same
+    in any program."""
     source, torch_version, triton_version, python = cache.versions()
     versions = {"reflib": source, "torch": torch_version.split()[-1], "triton": triton_version.split()[-1]}
     versions["python"] = python
     date = datetime.now(UTC).isoformat(timespec="seconds")
     return {
         "device": device_model(device), "op": op, "sizes": sizes, "dtypes": dtypes, "epilogue": epilogue,
-        "default": default, "seconds": seconds, "versions": versions, "date": date,
+        "default": default, "versions": versions, "date": date,
     }  # fmt: skip
 
 

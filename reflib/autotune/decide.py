@@ -38,34 +38,29 @@ from ..options import Options
 from ..target import Target
 from .activation import with_activation
 from .epilogue import epilogue_bytes
-from .known import Elsewhere
 from .matmul import best_tiling, open_template, static_tiling, with_tiling
-from .points import Build, TargetOf, Tuning, Work, begin, outcome_of, release
+from .points import Build, TargetOf, Work, begin, outcome_of, release
 from .prologue import cannot_lose
 from .question import Question, dtypes_of, groups_of, question_of, sizes_of
 from .ranges import Range, inner_of, merged, representatives, say_once
 from .roofline import tensor_cores
-from .store import Outcome, keeps_decisions, store
+from .store import Outcome
 from .subprogram import Subprogram, replace_region, splice
 
-__all__ = ["Tuning", "decide", "representatives", "with_tiling"]
+__all__ = ["decide", "new_work", "representatives", "with_tiling"]
 
 
-def decide(
-    program: Program,
-    options: Options,
-    target_of: TargetOf,
-    build: Build,
-    makers: Mapping[str, Callable[..., Any]],
-    tuning: Tuning | None = None,
-    known: dict[str, Outcome] | None = None,
-) -> tuple[Program, tuple[Decision, ...]]:
-    """``program`` without a Choice, and what was decided. ``makers``: registered functions that make measuring inputs,
-    by the keys in ``Choice.inputs_from``. ``known``: outcomes of other programs' questions, which is added to."""
-    tuning = tuning or Tuning()
-    program, decisions = _in_blocks(program, options, target_of, build, makers, tuning)
-    work = new_work(options, target_of, build, makers, tuning)
-    work.known = work.known if known is None else known
+def new_work(
+    options: Options, target_of: TargetOf, build: Build, makers: Mapping[str, Callable[..., Any]], **how: Any
+) -> Work:
+    """``how`` candidates are measured: see ``Work``."""
+    return Work(options, target_of, build, makers, plain, static, **how)
+
+
+def decide(program: Program, work: Work) -> tuple[Program, tuple[Decision, ...]]:
+    """``program`` without a Choice, and what was decided."""
+    options, target_of = work.options, work.target_of
+    program, decisions = _in_blocks(program, work)
     measures = options.autotune != "off" and options.target is None
     try:
         if measures:
@@ -88,68 +83,44 @@ def decide(
     return program, tuple(decisions)
 
 
-def _in_blocks(
-    program: Program,
-    options: Options,
-    target_of: TargetOf,
-    build: Build,
-    makers: Mapping[str, Callable[..., Any]],
-    tuning: Tuning,
-) -> tuple[Program, list[Decision]]:
+def _in_blocks(program: Program, work: Work) -> tuple[Program, list[Decision]]:
     """Choices in branches and bodies of loops: each block is a program by itself, measured as if it ran each time."""
     buffers, nodes, decisions = dict(program.buffers), list(program.nodes), list[Decision]()
-    inside = replace(tuning, meanwhile=None)
     for i, n in enumerate(nodes):
         if isinstance(n, Region):
             variants = []
             for v in n.variants:
-                inner, more = decide(block(n, v, buffers), options, target_of, build, makers, inside)
+                inner, more = decide(block(n, v, buffers), work.inside())
                 buffers |= {name: b for name, b in inner.buffers.items() if name not in buffers}
                 variants.append(replace(v, nodes=inner.nodes))
                 decisions += more
             nodes[i] = replace(n, variants=tuple(variants))
-    tuning.left |= inside.left
     return replace(program, buffers=buffers, nodes=tuple(nodes)), decisions
 
 
 def _in_candidates(program: Program, work: Work) -> None:
     """Into ``work.nested``: the winners of registered ops that candidates call, each candidate by itself."""
-    inside = replace(work.tuning, meanwhile=None)
-    decided = partial(decide, tuning=inside, known=work.known)
     for choice in [n for n in program.nodes if isinstance(n, Choice)]:
         for v in choice.variants:
             if any(isinstance(n, Choice) and n.custom for n in v.nodes):
-                alone = _alone(program, choice, v)
-                _, more = decided(alone, work.options, work.target_of, work.build, work.makers)
+                made = {b for n in v.nodes for b in n.writes()}
+                buffers = program.buffers | {b.name: b for b in v.buffers}
+                _, more = decide(by_itself(v.nodes, buffers, made, choice.outputs), work.inside())
                 work.nested |= {d.region: d.winners[0] for d in more if d.winners}
-    work.tuning.left |= inside.left
 
 
-def _alone(program: Program, choice: Choice, v: Variant) -> Program:
-    """A candidate as a program by itself."""
-    made = {b for n in v.nodes for b in n.writes()}
-    return by_itself(v.nodes, program.buffers | {b.name: b for b in v.buffers}, made, choice.outputs)
+def plain(program: Program, work: Work) -> Program:
+    """Choices inside an implementation (its matmuls, not registered ops) are decided by the static rule while it is
+    measured. (Once it has won and is in place, they are measured in their turn.)"""
+    nested = work.nested
+    while choice := next((n for n in program.nodes if isinstance(n, Choice) and n.name in nested), None):
+        known = (v for v in choice.variants if not v.predicate and key_of(v) == nested[choice.name])
+        program = splice(program, choice, next(known, choice.variants[0]))
+    return decide(program, work.inside(work.options.but(autotune="off")))[0]
 
 
-def new_work(
-    options: Options, target_of: TargetOf, build: Build, makers: Mapping[str, Callable[..., Any]], tuning: Tuning
-) -> Work:
-    """What deciding one program needs; arguments as for ``decide``."""
-
-    def plain(program: Program) -> Program:
-        """Choices inside an implementation (its matmuls, not registered ops) are decided by the static rule while it is
-        measured. (Once it has won and is in place, they are measured in their turn.)"""
-        while choice := next((n for n in program.nodes if isinstance(n, Choice) and n.name in nested), None):
-            known = (v for v in choice.variants if not v.predicate and key_of(v) == nested[choice.name])
-            program = splice(program, choice, next(known, choice.variants[0]))
-        return decide(program, options.but(autotune="off"), target_of, build, {})[0]
-
-    nested: dict[str, Key] = {}
-
-    def static(q: Question) -> Key:
-        return key_of(_static_winner(q.region.program, q.choice, target_of(q.device))[0])
-
-    return Work(options, target_of, build, makers, tuning, plain, static, nested)
+def static(q: Question, work: Work) -> Key:
+    return key_of(_static_winner(q.region.program, q.choice, work.target_of(q.device))[0])
 
 
 # -- without measuring -----------------------------------------------------------------------------
@@ -194,10 +165,7 @@ def _decide_by_what_is_known(
 ) -> tuple[Program, Decision] | None:
     """The winner in place, if one is known of GPUs such as the target. A matmul with its activation behind it may be
     known as one choice (as it is measured), or by itself."""
-    if target not in work.elsewhere:
-        kept = store() if keeps_decisions(work.options) else None
-        work.elsewhere[target] = Elsewhere(target, work.options, work.tuning.store or kept)
-    elsewhere = work.elsewhere[target]
+    elsewhere = work.known_of(target)
     if not elsewhere.tables:
         return None
     joined = with_activation(program, choice)
@@ -214,11 +182,11 @@ def _decide_by_what_is_known(
 # -- by measuring ----------------------------------------------------------------------------------
 def _begin_all(program: Program, work: Work) -> None:
     """Send out every question whose answer is not known, then do something else."""
-    tuning, touched, seen = work.tuning, set(), set()
+    touched, seen = set[str](), set[str]()
     different = _different(program)
 
     def questions() -> Iterator[tuple[int, Question]]:
-        numbers = tuning.together["order"](len(different)) if tuning.together else range(len(different))
+        numbers = work.together.order(len(different))
         names = {n.name for n in different}
         others = [n for n in program.nodes if isinstance(n, Choice) and n.name not in names]
         for i, choice in [*((i, different[i]) for i in numbers), *enumerate(others, len(different))]:
@@ -229,10 +197,10 @@ def _begin_all(program: Program, work: Work) -> None:
                 seen.add(q.text)
                 yield i, q
 
-    if tuning.tuner is not None or tuning.store is not None or work.options.lookup_table is not None:
+    if work.tuner is not None or work.store is not None or work.options.lookup_table is not None:
         begin(questions(), work, len(different))
-    if tuning.meanwhile is not None and work.begun:
-        tuning.meanwhile(touched)
+    if work.meanwhile is not None and work.begun:
+        work.meanwhile(touched)
 
 
 def _different(program: Program) -> list[Choice]:
@@ -247,12 +215,12 @@ def _different(program: Program) -> list[Choice]:
 def _decide_by_measuring(program: Program, choice: Choice, target: Target, work: Work) -> tuple[Program, Decision]:
     q = question_of(program, choice, target, work.options, work.makers)
     before = work.known.get(q.text) if q.text else None
-    if before is None and work.tuning.known_only:
+    if before is None and work.known_only:
         if q.text:  # a question that an earlier winner changed may be known
             begin([(0, q)], work)
             before = work.known.get(q.text)
         if before is None:
-            work.tuning.left = True
+            work.left.append(choice.name)
             return _decide_statically(program, choice, target, work.options)
     outcome = before or outcome_of(q, work)
     if q.text and before is None:
@@ -260,9 +228,7 @@ def _decide_by_measuring(program: Program, choice: Choice, target: Target, work:
     return _decided(program, q, outcome, target, work)
 
 
-def _decided(
-    program: Program, q: Question, outcome: Outcome, target: Target, work: Work
-) -> tuple[Program, Decision]:
+def _decided(program: Program, q: Question, outcome: Outcome, target: Target, work: Work) -> tuple[Program, Decision]:
     decision = Decision(
         q.choice.name, outcome.winners, (*outcome.rows, *_failed(q.choice)), outcome.reason, op=q.choice.op,
         members=q.region.members, sizes=q.sizes,
@@ -314,7 +280,7 @@ def _variant_nodes(
 ) -> tuple[list[Node], list[Buffer]]:
     """The region with the winner in it, decided inside, fused for the range's last representative size, its
     temporaries renamed so that variants do not share names."""
-    program = work.plain(splice(region.program, region.choice, winner))
+    program = plain(splice(region.program, region.choice, winner), work)
     options = work.options.but(**dict(winner.patches))
     program = fuse(with_hints(program, r.points[-1]), options, target).program
     keep = {*region.inputs, *region.outputs}

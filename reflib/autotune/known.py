@@ -38,10 +38,9 @@ def find(q: Question, options: Options, store: Store | None) -> Outcome | None:
     return _pinned(q, store.imported(*about), "an imported table")
 
 
-def keep(q: Question, outcome: Outcome, seconds: float, store: Store) -> None:
-    """For later runs, and for ``reflib tune export``. ``seconds``: that measuring took."""
-    default = outcome.rows[0].name
-    beside = facts(q.device, q.choice.op, q.sizes, default, seconds, q.dtypes, q.epilogue)
+def keep(q: Question, outcome: Outcome, store: Store) -> None:
+    """For later runs, and for ``reflib tune export``."""
+    beside = facts(q.device, q.choice.op, q.sizes, outcome.rows[0].name, q.dtypes, q.epilogue)
     store.put(q.store_key, outcome, beside)
 
 

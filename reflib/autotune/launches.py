@@ -33,13 +33,11 @@ from ..ir.program import Buffer, Choice, Config, Program, Variant, Variants
 from ..logs import get as logger
 from ..options import Options
 from . import known
-from .known import Elsewhere
 from .points import Work, outcome_of, release, send
 from .question import Question, text_of
 from .ranges import Range
 from .roofline import rates
-from .store import Outcome, keeps_decisions
-from .store import store as opened
+from .store import Outcome
 from .subprogram import Subprogram, sub_program
 
 LEAST_US = 3.0  # at the memory's full speed; a launch alone takes as long
@@ -158,8 +156,8 @@ def decide_launches(
             answers[name] = found
         elif not measures or name in skipped:
             answers[name] = skipped.get(name, "with target= nothing runs")
-        elif work.tuning.known_only:
-            work.tuning.left = True
+        elif work.known_only:
+            work.left.append(name)
             answers[name] = "it will be, in the background"
         elif not q.text:
             answers[name] = "it cannot be written as data"
@@ -177,14 +175,11 @@ def decide_launches(
 
 def _found(q: LaunchQuestion, work: Work, stored: bool) -> Outcome | None:
     """What is known without measuring. ``stored``: look into the store as well."""
-    options, store = work.options, work.tuning.store if stored else None
+    options, store = work.options, work.store if stored else None
     if options.target is None:
         return known.find(q, options, store) if options.lookup_table or store is not None else None
-    target = work.target_of(q.device)
-    if target not in work.elsewhere:
-        kept = options.autotune != "off" and keeps_decisions(options)
-        work.elsewhere[target] = Elsewhere(target, options, work.tuning.store or (opened() if kept else None))
-    return work.elsewhere[target].find(q) if work.elsewhere[target].tables else None
+    elsewhere = work.known_of(work.target_of(q.device), options.autotune != "off")
+    return elsewhere.find(q) if elsewhere.tables else None
 
 
 def _measured(q: LaunchQuestion, work: Work) -> Outcome:

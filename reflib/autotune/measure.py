@@ -77,20 +77,19 @@ def measure(
     request: Request,
     build: Build,
     makers: Mapping[str, Maker] | None = None,
-    constants: Mapping[str, Any] | None = None,
     clock: Clock | None = None,
 ) -> Result:
     """Build, check, race, decide.
 
     build: compiles a whole program; returns a callable that takes a list of arguments and returns a tuple. It may
         return at once and compile in the background. makers: key -> function that is shown a tensor and makes another
-        one like it. constants: what the programs hold by reference. clock: in place of the device's own.
+        one like it. clock: in place of the device's own.
 
     A candidate's failure, out of memory included, is its row's ``status``; the others go on. Raises MeasureError for a
     request that makes no sense, for an input maker that fails, and while the user's stream is being captured;
     DeviceLost when a candidate leaves the device unusable.
     """
-    session = Session(request, build, makers, constants, clock)
+    session = Session(request, build, makers, clock)
     session.prepare()
     session.open()
     for name in request.programs:
@@ -99,7 +98,7 @@ def measure(
 
 
 class Session:
-    """One request being measured; see the module's docstring. ``build``, ``makers``, ``constants``, ``clock`` are as
+    """One request being measured; see the module's docstring. ``build``, ``makers``, ``clock`` are as
     for ``measure``. Raises what ``measure`` does."""
 
     def __init__(
@@ -107,13 +106,12 @@ class Session:
         request: Request,
         build: Build,
         makers: Mapping[str, Maker] | None = None,
-        constants: Mapping[str, Any] | None = None,
         clock: Clock | None = None,
     ):
         for name in (request.default, request.reference):
             if name not in request.programs:
                 raise MeasureError(f"no candidate {name!r}; the candidates are {', '.join(request.programs)}")
-        self.request, self.build, self.makers, self.constants = request, build, makers or {}, constants or {}
+        self.request, self.build, self.makers = request, build, makers or {}
         self.device = main_device(request.inputs)
         self.clock = clock
         self.entries: dict[str, Entry] = {}
@@ -234,7 +232,7 @@ class Session:
         request = self.request
         entry = Entry(request.key(name))
         try:
-            entry.program = p = self._decoded(name)
+            entry.program = p = from_data(self.request.programs[name])
             if len(p.inputs) != len(request.inputs):
                 raise MeasureError(f"it takes {len(p.inputs)} arguments, the request has {len(request.inputs)}")
             options = Options.make(request.options | request.patches.get(name, {}))
@@ -242,10 +240,6 @@ class Session:
         except Exception as e:
             entry.fail("error", first_line(e))
         return entry
-
-    def _decoded(self, name: str) -> Program:
-        data = self.request.programs[name]
-        return from_data(data, {c: self.constants[c] for c in data["constants"] if c in self.constants})
 
     def _row(self, e: Entry) -> Candidate:
         if self.bench is None and self.why and e.status == "ok" and e.time is None:

@@ -10,7 +10,6 @@ alone on the device among reflib's processes.
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -37,7 +36,7 @@ from .ranges import Range
 from .report import Report, epilogue_verdict
 from .report import prune as pruned
 from .request import Request, Result
-from .store import Outcome, Store
+from .store import Outcome, Store, keeps_decisions, store
 from .subprogram import splice
 from .tuner import Asked, Prune, Tuner
 from .winner import overall, pick_winner
@@ -48,61 +47,93 @@ TargetOf = Callable[[torch.device], Target]
 Build = Callable[[Program, Options], Callable[[list], Any]]
 
 
-@dataclass
-class Tuning:
-    """How candidates are measured. ``tuner``: by worker processes; None: all of it here. ``background``: the graph's
-    name, the same on all ranks, if the program runs meanwhile on what the static rule chose, which a winner must beat;
-    nothing is measured in this process. ``known_only``: nothing is measured at all; ``left`` says whether
-    there was something to measure. ``meanwhile``: what to do while workers work; it is given the names of nodes
-    that candidates are measured with.
+class Alone:
+    """What one process does where several do it together: ``ranks.tune``, whose functions take the place of these.
 
-    ``together``: for several processes; empty for one. Candidates that communicate are measured by all of them:
-    "talks": (Question) -> bool. For those that do, "known": (Question, Outcome or None, Work) -> what all use of what
-    is known here; "measure": (Question, Point, Work) -> Result, in place of the tuner's. Others are measured by one for
-    all: "order": (how many) -> the numbers of questions, as they are to be sent; "deal": (numbered Questions, about how
-    many, kept) -> each with the parts it is measured in (``parts``), and those that this one is to do; of each part,
-    "claim": (Question, Work) -> does it do it?, "settle": (Question, Work) -> another's Outcome, or None: measure it
-    here; "publish": (Question, Outcome); "release": (Question), which this one was to do and has not.
-    "turn": (Program, kind, Options) -> when a graph that is tuned in the background comes in, or None: at once."""
+    Candidates that communicate (``talks``) are measured by all ranks, with ``known_to_all`` and ``measured_by_all``.
+    Other questions are measured by one rank for all."""
 
-    tuner: Tuner | None = None
-    background: str = ""
-    known_only: bool = False
-    meanwhile: Callable[[set[str]], None] | None = None
-    store: Store | None = None
-    left: bool = False
-    together: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    def talks(self, q: Question) -> bool:
+        """Do its candidates communicate?"""
+        return False
+
+    def order(self, count: int) -> Iterable[int]:
+        """The numbers of so many questions, as they are to be sent."""
+        return range(count)
+
+    def deal(self, questions: Iterable[tuple[int, Question]], count: int, kept: Callable[[Question], Key]) -> Any:
+        """Each with the parts (``parts``) that it is measured in, and those that this process is to do."""
+        return ((q, [q], [q]) for _, q in questions)
+
+    def claim(self, q: Question, work: Work) -> bool:
+        """Does this process do it?"""
+        return True
+
+    def settle(self, q: Question, work: Work) -> Outcome | None:
+        """Another's outcome; None: measure it here."""
+
+    def publish(self, q: Question, outcome: Outcome) -> None:
+        """Tell the others."""
+
+    def release(self, q: Question) -> None:
+        """This process was to do it, and has not."""
 
 
 @dataclass
 class Work:
-    """What deciding one program needs everywhere. ``plain``: a program with its choices decided by the static rule;
-    ``static``: the key that the static rule chooses. ``known``: outcomes of earlier questions, by their text;
-    ``nested``: winners among registered ops inside of candidates, by choice. ``parts``: of a question whose answer is
-    not known; by the text of each: ``begun``: points of each range that were sent to be measured here, and ``owed``:
-    what other processes wait for; ``answered``: by this one, before it was needed here."""
+    """What deciding programs needs everywhere. ``makers``: registered functions that make measuring inputs, by the keys
+    in ``Choice.inputs_from``. ``plain``: a program with its choices decided by the static rule; ``static``: the key
+    that the static rule chooses.
+
+    How candidates are measured. ``tuner``: by worker processes; None: all of it here. ``background``: the graph's
+    name, the same on all ranks, if the program runs meanwhile on what the static rule chose, which a winner must beat;
+    nothing is measured in this process. ``known_only``: nothing is measured at all; ``left``: what there was to
+    measure. ``meanwhile``: what to do while workers work; it is given the names of nodes that candidates are measured
+    with. ``together``: with other processes (``Alone``, ``ranks.tune``).
+
+    What is known so far. ``known``: outcomes of earlier questions, by their text; ``nested``: winners among registered
+    ops inside of candidates, by choice. ``parts``: of a question whose answer is not known; by the text of each:
+    ``begun``: points of each range that were sent to be measured here, and ``owed``: what other processes wait for;
+    ``answered``: by this one, before it was needed here."""
 
     options: Options
     target_of: TargetOf
     build: Build
     makers: Mapping[str, Callable[..., Any]]
-    tuning: Tuning
-    plain: Callable[[Program], Program]
-    static: Callable[[Question], Key]
-    nested: dict[str, Key] = field(default_factory=dict)
+    plain: Callable[[Program, Work], Program]
+    static: Callable[[Question, Work], Key]
+    tuner: Tuner | None = None
+    background: str = ""
+    known_only: bool = False
+    meanwhile: Callable[[set[str]], None] | None = None
+    store: Store | None = None
+    together: Any = field(default_factory=Alone)
+    left: list[str] = field(default_factory=list)
     known: dict[str, Outcome] = field(default_factory=dict)
+    elsewhere: dict[Target, Elsewhere] = field(default_factory=dict)
+    nested: dict[str, Key] = field(default_factory=dict)
     parts: dict[str, list[Question]] = field(default_factory=dict)
     begun: dict[str, list[list[Point]]] = field(default_factory=dict)
     owed: dict[str, Question] = field(default_factory=dict)
     answered: dict[str, tuple[Outcome, list[Point]]] = field(default_factory=dict)
-    elsewhere: dict[Target, Elsewhere] = field(default_factory=dict)
+
+    def inside(self, options: Options | None = None) -> Work:
+        """The same for a program inside of this one."""
+        return replace(self, options=options or self.options, meanwhile=None, nested={}, parts={}, begun={}, owed={},
+                       answered={})  # fmt: skip
+
+    def known_of(self, target: Target, stored: bool = True) -> Elsewhere:
+        """What is known about GPUs such as the target. ``stored``: from the store of decisions too."""
+        if target not in self.elsewhere:
+            kept = store() if stored and keeps_decisions(self.options) else None
+            self.elsewhere[target] = Elsewhere(target, self.options, self.store or kept)
+        return self.elsewhere[target]
 
 
 @dataclass
 class Point:
     """A question at one set of sizes. ``asked``: worker processes measure it; else ``request`` is measured here, with
-    ``makers``, or there is nothing to measure: ``found``. ``alone``: why no worker can do it. ``complete``: another
-    run would find nothing else."""
+    ``makers``, or there is nothing to measure: ``found``. ``alone``: why no worker can do it."""
 
     default: Key
     left_out: tuple[Candidate, ...] = ()
@@ -111,7 +142,6 @@ class Point:
     asked: Asked | None = None
     found: Result | None = None
     alone: str = ""
-    complete: bool = True
     row_key: str = ""  # of the store, for rows of an unfinished measurement
 
 
@@ -120,12 +150,12 @@ def begin(questions: Iterable[tuple[int, Question]], work: Work, count: int = 1)
 
     def unknown() -> Iterator[tuple[int, Question]]:
         for i, q in questions:
-            found = known.find(q, work.options, work.tuning.store) if q.text else None
-            if talks(q, work):
-                found = work.tuning.together["known"](q, found, work)
+            found = known.find(q, work.options, work.store) if q.text else None
+            if work.together.talks(q):
+                found = work.together.known_to_all(q, found, work)
             if found is not None:
                 work.known[q.text] = found
-            elif not work.tuning.known_only:
+            elif not work.known_only:
                 yield i, q
 
     send(unknown(), work, count)
@@ -133,38 +163,31 @@ def begin(questions: Iterable[tuple[int, Question]], work: Work, count: int = 1)
 
 def send(questions: Iterable[tuple[int, Question]], work: Work, count: int) -> None:
     """Send each of about ``count`` to be measured, or those parts of it that this process is to do."""
-    together = work.tuning.together
 
     def alone() -> Iterator[tuple[int, Question]]:
         for i, q in questions:
-            if talks(q, work):
+            if work.together.talks(q):
                 work.parts[q.text] = [q]
                 ask(q, work)
             else:
                 yield i, q
 
-    kept = partial(_default, work=work)
-    for q, parts, own in together["deal"](alone(), count, kept) if together else ((q, [q], [q]) for _, q in questions):
+    for q, parts, own in work.together.deal(alone(), count, partial(_default, work=work)):
         work.parts[q.text] = parts
         for part in own:
-            if not together or together["claim"](part, work):
+            if work.together.claim(part, work):
                 ask(part, work)
 
 
 def _default(q: Question, work: Work) -> Key:
     """The candidate that others must beat: in the background what runs now, if it is one of them."""
-    static = work.static(q) if work.tuning.background else q.default
+    static = work.static(q, work) if work.background else q.default
     return static if static in q.candidates else q.default
-
-
-def talks(q: Question, work: Work) -> bool:
-    """Is it measured with other processes?"""
-    return bool(work.tuning.together) and work.tuning.together["talks"](q)
 
 
 def ask(q: Question, work: Work) -> None:
     """Send it to be measured, at every point of its ranges."""
-    if work.tuning.together and not talks(q, work):
+    if not work.together.talks(q):
         work.owed[q.text] = q
     work.begun[q.text] = [[_ask(q, point, work) for point in r.points] for r in q.ranges]
 
@@ -175,13 +198,13 @@ def outcome_of(q: Question, work: Work) -> Outcome:
         begin([(0, q)], work)
         if q.text in work.known:
             return work.known[q.text]
-    start = time.perf_counter()
     found = [_outcome_of(part, work) for part in work.parts.pop(q.text)]
     outcomes, here = [outcome for outcome, _ in found], [point for _, points in found for point in points]
     outcome = outcomes[0] if len(outcomes) == 1 else joined(q, outcomes, _default(q, work))
-    store = work.tuning.store
-    if q.text and store is not None and all(p.complete for p in here) and any(r.time_us for r in outcome.rows):
-        known.keep(q, outcome, time.perf_counter() - start, store)
+    store = work.store
+    whole = all(p.found is not None and p.found.complete for p in here)
+    if q.text and store is not None and whole and any(r.time_us for r in outcome.rows):
+        known.keep(q, outcome, store)
         for point in here:
             store.drop_rows(point.row_key)
     return outcome
@@ -189,13 +212,12 @@ def outcome_of(q: Question, work: Work) -> Outcome:
 
 def _outcome_of(q: Question, work: Work) -> tuple[Outcome, list[Point]]:
     """Of a question or a part of one; and the points that were measured here."""
-    several = work.tuning.together
     if q.text in work.answered:
         return work.answered.pop(q.text)
     if q.text not in work.begun:  # (there are several)
         for own in list(work.owed.values()):  # before this process waits, what others wait for
             work.answered[own.text] = _outcome_of(own, work)
-        if (theirs := several["settle"](q, work)) is not None:
+        if (theirs := work.together.settle(q, work)) is not None:
             return theirs, []
         ask(q, work)
     asked = work.begun.pop(q.text)
@@ -203,16 +225,15 @@ def _outcome_of(q: Question, work: Work) -> tuple[Outcome, list[Point]]:
     reasons = [f"{r.label}: {reason}" if r.label else reason for r, (_, _, reason) in zip(q.ranges, found)]
     rows = tuple(row for _, more, _ in found for row in more)
     outcome = Outcome(tuple(winner for winner, _, _ in found), rows, "; ".join(reasons))
-    if several:
-        several["publish"](q, outcome)
-        work.owed.pop(q.text, None)
+    work.together.publish(q, outcome)
+    work.owed.pop(q.text, None)
     return outcome, [point for points in asked for point in points]
 
 
 def release(work: Work) -> None:
     """What was asked and not answered: a question that an earlier winner changed, or one that failed."""
     for q in work.owed.values():
-        work.tuning.together["release"](q)
+        work.together.release(q)
     work.owed.clear()
 
 
@@ -236,7 +257,7 @@ def _where(point: Mapping[str, int]) -> str:
 # -- asking --------------------------------------------------------------------------------------------
 def _ask(q: Question, sizes: dict[str, int], work: Work) -> Point:
     """Send the candidates that are valid at these sizes to be measured."""
-    choice, tuning = q.choice, work.tuning
+    choice = q.choice
     values = {s.name: sizes.get(s.name, s.hint or 1) for s in node_symbols(choice)}
     of_sizes = {key: [g for g in a.predicate if g.kind != "aligned"] for key, a in q.candidates.items()}
     valid = {k: q.candidates[k] for k, facts in of_sizes.items() if all(holds(g, values) for g in facts)}
@@ -244,7 +265,7 @@ def _ask(q: Question, sizes: dict[str, int], work: Work) -> Point:
                      for key in q.candidates if key not in valid)  # fmt: skip
     default = key if (key := _default(q, work)) in valid else q.default
     programs = {
-        str(key): with_hints(work.plain(splice(q.region.program, choice, a)), sizes) for key, a in valid.items()
+        str(key): with_hints(work.plain(splice(q.region.program, choice, a), work), sizes) for key, a in valid.items()
     }
     made_by = {**{b: f"constant {b}" for b in q.region.constants}, **dict(choice.inputs_from)}
     try:
@@ -252,7 +273,7 @@ def _ask(q: Question, sizes: dict[str, int], work: Work) -> Point:
             programs, str(default), str(q.default), keys=q.named, sizes=sizes, weights=q.region.program.weights,
             makers=made_by, options=work.options.but(autotune="off", lookup_table=None),
             patches={str(key): dict(a.patches) for key, a in valid.items() if a.patches},
-            min_speedup=choice.min_speedup, graph_timing=choice.graph_timing, paired=bool(tuning.background),
+            min_speedup=choice.min_speedup, graph_timing=choice.graph_timing, paired=bool(work.background),
         )  # fmt: skip
     except ReflibError as e:  # an operator that has no name
         found = Result((Candidate(default, "unmeasured", why=str(e)),), str(default), f"it cannot be measured: {e}")
@@ -260,8 +281,8 @@ def _ask(q: Question, sizes: dict[str, int], work: Work) -> Point:
     makers = {k: work.makers[k] for _, k in choice.inputs_from if k in work.makers}
     makers |= {made_by[b]: lambda like, value=value: value.detach() for b, value in q.region.constants.items()}
     point = Point(default, left_out, asked, makers)
-    if tuning.tuner is not None and not talks(q, work):
-        _send(q, sizes, point, tuning.tuner, work)
+    if work.tuner is not None and not work.together.talks(q):
+        _send(q, sizes, point, work.tuner, work)
     return point
 
 
@@ -318,40 +339,32 @@ def _epilogue_pruned(key: Key, t: Template, known: Mapping[Key, list[Report] | N
 # -- results -------------------------------------------------------------------------------------------
 def _answer(q: Question, point: Point, work: Work) -> Result:
     """Wait for it, or measure here."""
-    if point.found is None and talks(q, work):
-        point.found = work.tuning.together["measure"](q, point, work)
-    if point.found is None:
-        point.found = _from_workers(point, work) or (
-            _not_measured(q, point, work) if point.alone else _measured_here(point, work)
-        )
-    return replace(point.found, rows=(*point.found.rows, *point.left_out))
-
-
-def _from_workers(point: Point, work: Work) -> Result | None:
-    if point.asked is None:
-        return None
-    assert work.tuning.tuner is not None
-    result = work.tuning.tuner.wait(point.asked)
-    if point.asked.unknown_op:
-        point.alone = point.asked.unknown_op
-        return None
-    point.complete = result.complete
-    return result
+    found = point.found
+    if found is None and work.together.talks(q):
+        found = work.together.measured_by_all(q, point, work)
+    if found is None and point.asked is not None:
+        assert work.tuner is not None
+        found = work.tuner.wait(point.asked)
+        if point.asked.unknown_op:
+            point.alone, found = point.asked.unknown_op, None
+    if found is None:
+        found = _not_measured(q, point, work) if point.alone else _measured_here(point, work)
+    point.found = found
+    return replace(found, rows=(*found.rows, *point.left_out))
 
 
 def _not_measured(q: Question, point: Point, work: Work) -> Result:
     """What runs without tuning stays."""
     r = point.request
     assert r is not None
-    point.complete = False
-    static = str(work.static(q))
+    static = str(work.static(q, work))
     stays = static if static in r.programs else str(point.default)
     if point.alone not in _said:
         _said.add(point.alone)
         warnings.warn(f"candidates for {q.choice.op} are not measured, {stays} stays: {point.alone}", stacklevel=2)
     why = f"{point.alone} (isolate=False: measured in this process, which ends with a candidate that crashes)"
     rows = tuple(Candidate(r.key(name), "skipped", why=why) for name in r.programs)
-    return Result(rows, stays, f"{stays} stays, unmeasured: {point.alone}")
+    return Result(rows, stays, f"{stays} stays, unmeasured: {point.alone}", complete=False)
 
 
 def _measured_here(point: Point, work: Work) -> Result:
@@ -359,5 +372,4 @@ def _measured_here(point: Point, work: Work) -> Result:
     assert r is not None
     with device_lock(next((s.device for s in r.inputs if s.is_tensor), "cpu")):
         result = measure(r, work.build, point.makers)
-    point.complete = result.complete and not any(row.status == "skipped" for row in result.rows)
-    return result
+    return replace(result, complete=result.complete and not any(row.status == "skipped" for row in result.rows))

@@ -13,7 +13,7 @@ Pure functions: no process, no file.
 """
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,24 +109,19 @@ _REGISTERS, _STACK = 0x2F, 0x11  # attributes whose value is (a symbol's number,
 
 
 def _cubin(image: bytes, entry: str) -> dict[str, int] | None:
-    """``registers``, ``stack`` and static ``shared`` of a function, from the ELF sections that ptxas writes: .nv.info
-    has records of a symbol's number and a value. None where that is not what it finds."""
+    """``registers``, ``stack`` and static ``shared`` of a kernel that has its binary to itself, from the ELF sections
+    that ptxas writes: .nv.info has records of a symbol's number and a value. None where that is not what it finds."""
     try:
         sections = _sections(image)
-        symbol = _symbol(image, sections, entry)
-        at, size = sections[".nv.info"]
-        end = at + size
-        found: dict[int, int] = {}
+        (at, size), _ = sections[".nv.info"], sections[f".text.{entry}"]
+        end, found = at + size, dict[int, int]()
         while at + 4 <= end:
             form, attribute, size = struct.unpack_from("<BBH", image, at)
             at += 4
-            if form != _SIZED:
-                continue
-            if attribute in (_REGISTERS, _STACK):
-                index, value = struct.unpack_from("<II", image, at)
-                if index == symbol:
-                    found[attribute] = value
-            at += size
+            if form == _SIZED:
+                if attribute in (_REGISTERS, _STACK):
+                    found[attribute] = max(found.get(attribute, 0), struct.unpack_from("<II", image, at)[1])
+                at += size
         shared = sections.get(f".nv.shared.{entry}", (0, 0))[1]
         return {"registers": found[_REGISTERS], "stack": found[_STACK], "shared": shared}
     except (KeyError, ValueError, struct.error):
@@ -140,22 +135,8 @@ def _sections(image: bytes) -> dict[str, tuple[int, int]]:
     (table,) = struct.unpack_from("<Q", image, 0x28)
     size, count, names = struct.unpack_from("<HHH", image, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", image, table + i * size) for i in range(count)]
-    texts = headers[names][4]
-    return {_text(image, texts + h[0]): (h[4], h[5]) for h in headers}
-
-
-def _symbol(image: bytes, sections: Mapping[str, tuple[int, int]], name: str) -> int:
-    """The symbol's number. Raises KeyError."""
-    (start, size), (texts, _) = sections[".symtab"], sections[".strtab"]
-    for i, at in enumerate(range(start, start + size, 24)):
-        (offset,) = struct.unpack_from("<I", image, at)
-        if _text(image, texts + offset) == name:
-            return i
-    raise KeyError(name)
-
-
-def _text(image: bytes, at: int) -> str:
-    return image[at : image.index(b"\0", at)].decode()
+    texts = [headers[names][4] + h[0] for h in headers]
+    return {image[t : image.index(b"\0", t)].decode(): (h[4], h[5]) for t, h in zip(texts, headers)}
 
 
 # -- pruning ----------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def told_times(times: Times) -> Iterator[Requested]:
         """Decide with the given times for a target that is not present, which normally is not measured."""
         if options.autotune == "off":
             return statically(program, choice, target, options)
-        work = decide.new_work(options, lambda device: target, None, {}, decide.Tuning())
+        work = decide.new_work(options, lambda device: target, None, {})
         return decide._decide_by_measuring(program, choice, target, work)
 
     instead = [

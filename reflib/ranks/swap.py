@@ -124,7 +124,7 @@ class Turn:
 
 def turn(program: Program, kind: str, options: Options) -> Turn | None:
     """Of a graph that is tuned in the background; None where this process is no rank. ``kind``: "forward", say. A part
-    of ``Tuning.together``."""
+    of what ranks do together (``autotune.points.Alone``)."""
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
 

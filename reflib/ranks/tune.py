@@ -13,7 +13,7 @@ A rank that decided alone would wait for others that decided otherwise. So for s
   ``Options(candidate_seconds=)`` limits how long a rank's worker may be silent.
 
 The winner follows from the rows, which are equal. In the background the same is done beside the program: in meetings
-of each graph's own (``Tuning.background`` is its name), as its thread and the program's come to theirs in any order.
+of each graph's own (``Work.background`` is its name), as its thread and the program's come to theirs in any order.
 ``swap`` says how the winner comes in.
 """
 
@@ -39,6 +39,11 @@ from ..logs import get as logger
 from .meeting import Meeting, RanksError, store_of
 from .share import claim, deal, order, publish, release, settle
 from .swap import turn
+
+# (With those of this module, the functions of ``autotune.points.Alone``.)
+__all__ = [
+    "claim", "deal", "known_to_all", "measured_by_all", "order", "publish", "release", "settle", "talks", "turn",
+]  # fmt: skip
 
 WORST = ("crashed", "hung", "error", "wrong", "skipped", "ok")  # of several ranks' words on one candidate
 LOOK, GRACE = 0.2, 1.0  # seconds between looks at whether another rank has failed, and for a worker to notice itself
@@ -73,8 +78,7 @@ def measured_by_all(q: Any, point: Any, work: Any) -> Result:
     )
     if why or isinstance(sent, str):
         skipped = tuple(Candidate(request.key(n), "skipped", why=why) for n in request.programs)
-        point.complete = False
-        return Result(skipped, str(point.default), f"{point.default} stays, unmeasured: {why}")
+        return Result(skipped, str(point.default), f"{point.default} stays, unmeasured: {why}", complete=False)
     team = _Team(group, name, sent, work)
     names = [request.default, *(n for n in request.programs if n != request.default)]
     try:
@@ -95,7 +99,7 @@ class _Team:
 
     def __init__(self, group: Any, name: str, sent: Request, work: Any):
         self.group, self.name, self.sent, self.options = group, name, sent, work.options
-        self.apart = work.tuning.background
+        self.apart = work.background
         self.device = str(main_device(sent.inputs))
         self.number = 0  # of teams so far: the next follows a failure
         self.joined = False
@@ -198,7 +202,7 @@ def _same(said: list[Any], op: str) -> Any:
 
 
 def _meeting(q: Any, work: Any, what: str) -> Meeting:
-    apart = work.tuning.background
+    apart = work.background
     limit = work.options.tuning_seconds if apart else None  # (another rank's other choices may take longer)
     return Meeting(_group(q.choice), what, f"the choice of {q.choice.op}", limit, apart)
 
@@ -224,10 +228,3 @@ def _stays(q: Any, work: Any) -> str:
 def _default(q: Any, why: str) -> Outcome:
     rows = tuple(Candidate(k, "skipped", why=why) for k in q.candidates)
     return Outcome((q.default,) * len(q.ranges), rows, f"{q.default} stays, unmeasured: {why}")
-
-
-# What ``autotune.points.Tuning.together`` is.
-TOGETHER = {
-    "talks": talks, "known": known_to_all, "measure": measured_by_all, "order": order, "deal": deal,
-    "claim": claim, "settle": settle, "publish": publish, "release": release, "turn": turn,
-}  # fmt: skip

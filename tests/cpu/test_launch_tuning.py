@@ -288,7 +288,7 @@ def test_choices_and_launches_share_the_time_for_tuning(monkeypatch: pytest.Monk
     monkeypatch.setattr(tuning, "_tuner", lambda *args: made)
     s = Stages(None, Options(cache_decisions=False), lambda device: GPU, timeline=[Event("autotune", 0.0, 30.0)])
     with tuning._measuring(s) as how:
-        assert how.tuner is made and made.deadline == 70.0
+        assert how["tuner"] is made and made.deadline == 70.0
 
 
 # -- in the background ----------------------------------------------------------------------------------

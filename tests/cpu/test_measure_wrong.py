@@ -13,7 +13,7 @@ from reflib.ir.interpret import interpret
 from reflib.ir.loops import Axis, BodyBuilder, LoopNest
 from reflib.ir.program import Extern, Program, View, full_view
 from tests.measured import buffer
-from tests.races import Flat, K, M, N, Race, check, right, small, wrong
+from tests.races import K, M, N, Race, check, right, small, wrong
 
 
 # -- what is wrong ----------------------------------------------------------------------------------
@@ -194,18 +194,6 @@ def test_no_room_for_a_reference(monkeypatch):
     monkeypatch.setattr(correct, "wide_bytes", lambda *a: 1 << 60)
     result = Race(aten=(right, [7.0]), bad=(wrong, [1.0]), fast=(right, [2.0])).run()
     assert result.reference == "default" and result.winner == "fast" and result.row("bad").status == "wrong"
-
-
-def test_constants_go_by_reference():
-    p = small()
-    w = torch.randn(K, N)
-    table = p.buffers | {"w": buffer("w", (K, N), torch.float32, "const")}
-    p = Program(("x",), table, p.nodes, p.outputs, {"w": w})
-    build = lambda program, o: lambda args: tuple(interpret(program, args))  # noqa: E731
-    result = measure(request({"a": p, "b": p}, "a"), build, constants={"w": w}, clock=Flat())
-    assert [r.status for r in result.rows] == ["ok", "ok"]
-    result = measure(request({"a": p, "b": p}, "a"), build, clock=Flat())
-    assert "needs the constants w" in result.reason
 
 
 # -- inputs that are written ------------------------------------------------------------------------

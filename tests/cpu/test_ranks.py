@@ -129,7 +129,7 @@ def test_a_team_that_is_interrupted_leaves(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(tune, "Meeting", lambda *_: SimpleNamespace(tell=len, hear=lambda conclude: conclude([""])))
     q = SimpleNamespace(choice=SimpleNamespace(op="op"), region=SimpleNamespace(constants={}))
     with pytest.raises(KeyboardInterrupt):
-        tune.measured_by_all(q, any_request, SimpleNamespace(options=None, tuning=SimpleNamespace(background="")))
+        tune.measured_by_all(q, any_request, SimpleNamespace(options=None, background=""))
     assert len(left) == 1
 
 

@@ -347,8 +347,8 @@ def test_equal_gpus_share_a_key_and_others_do_not(monkeypatch: pytest.MonkeyPatc
 
 
 def test_facts_say_where_when_and_with_what(s: Store) -> None:
-    f = facts(torch.device("cpu"), "aten.mm", "x[2, 3]", "aten", 1.5, dtypes="float32")
-    assert f["device"] == device_model(torch.device("cpu")) != "" and f["seconds"] == 1.5
+    f = facts(torch.device("cpu"), "aten.mm", "x[2, 3]", "aten", dtypes="float32")
+    assert f["device"] == device_model(torch.device("cpu")) != ""
     assert f["versions"].keys() == {"reflib", "torch", "triton", "python"}
     assert f["versions"]["torch"] == torch.__version__ and f["date"].endswith("+00:00")
     s.put("k", outcome(), f)

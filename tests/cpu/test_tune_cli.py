@@ -32,7 +32,7 @@ def decide(key: str, winner: str = "split", time: float = 2.0, sizes: str = "x[8
     """A decision in the process's store."""
     rows = [Candidate(Key("aten"), "ok", 4.0), Candidate(Key("wrong"), "wrong", 1.0)]
     rows += [Candidate(Key(winner), "ok", time)] if winner != "aten" else []
-    said = facts(CPU, "aten.mm", sizes, "aten", 0.5, dtypes="float16 float16") | {"device": H200} | more
+    said = facts(CPU, "aten.mm", sizes, "aten", dtypes="float16 float16") | {"device": H200} | more
     store().put(key, Outcome((Key(winner),), tuple(rows), "measured"), said)
 
 
@@ -86,7 +86,7 @@ def test_what_an_exported_entry_says() -> None:
 def test_times_of_several_sizes_and_winners_of_several_ranges() -> None:
     a, aten = Key("a"), Key("aten")
     rows = (*(Candidate(a, "ok", t, where=w) for t, w in ((2.0, "1"), (8.0, "2"))), Candidate(aten, "ok", where="1"))
-    said = facts(CPU, "aten.mm", "[s0]", "aten", 0.5)
+    said = facts(CPU, "aten.mm", "[s0]", "aten")
     store().put("k", Outcome((a,), rows, ""), said)
     store().put("m", Outcome((a, aten, a), rows, ""), said | {"sizes": "[s0, 2]"})
     one, several = sorted(exported("--device", device_model(CPU)), key=lambda e: len(e["sizes"]))
