@@ -121,7 +121,7 @@ def answer(parent: Connection, packed: bytes, state: dict) -> str:
     except BaseException as e:  # SystemExit too: the end of a job is not its worker's
         lost = "" if isinstance(e, ImportFailed) else broken()
         trace = "".join(traceback.format_exception(e)[-20:])
-        how, facts = "crashed" if lost else "failed", pickle.dumps({"why": lost or reason(e), "trace": trace})
+        how, facts = "crashed" if lost else "failed", pickle.dumps({"why": lost or first_line(e), "trace": trace})
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -155,7 +155,7 @@ def import_named(name: str) -> None:
         if real not in [os.path.realpath(f) for f in files if isinstance(f, str)]:
             import_file(real)
     except BaseException as e:
-        raise ImportFailed(f"a worker cannot import {name}: {reason(e)}") from e
+        raise ImportFailed(f"a worker cannot import {name}: {first_line(e)}") from e
 
 
 def import_file(path: str) -> ModuleType:
@@ -173,12 +173,12 @@ def import_file(path: str) -> ModuleType:
     return module
 
 
-def reason(e: BaseException) -> str:
+def first_line(e: BaseException) -> str:
     """An exception in one line."""
     lines = str(e).strip().splitlines()
     if isinstance(e, ImportFailed):
         return lines[0]
-    return f"{type(e).__name__}: {lines[0]}" if lines else type(e).__name__
+    return f"{type(e).__name__}: {lines[0][:300]}" if lines else type(e).__name__
 
 
 def broken() -> str:
@@ -190,7 +190,7 @@ def broken() -> str:
     try:
         torch.cuda.synchronize()
     except Exception as e:
-        return reason(e)
+        return first_line(e)
     return ""
 
 

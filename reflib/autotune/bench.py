@@ -14,6 +14,7 @@ from ..ir.decision import Candidate, Key
 from ..ir.program import Program, View
 from ..logs import get as logger
 from ..timing import Call, CaptureFailed, Clock, Sampler, Samples, event_clock, graph_clock, wall_clock
+from ..worker import first_line
 from . import correct
 from .inputs import (
     MIB,
@@ -21,7 +22,6 @@ from .inputs import (
     copy_of,
     extent,
     fingerprint,
-    first_line,
     free_bytes,
     is_out_of_memory,
     l2_bytes,

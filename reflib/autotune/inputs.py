@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import MeasureError
+from ..worker import first_line
 
 Maker = Callable[[torch.Tensor], torch.Tensor]
 MIB = 2**20
@@ -157,11 +158,6 @@ def rotate(specs: Sequence[InputSpec], args: Sequence[Any], copies: int, fixed: 
     turning = {i for i, s in enumerate(specs) if s.role == "weight" and i not in fixed}
     more = [[copy_of(a) if i in turning else a for i, a in enumerate(args)] for _ in range(copies - 1)]
     return [list(args), *more]
-
-
-def first_line(e: BaseException) -> str:
-    lines = str(e).strip().splitlines()
-    return f"{type(e).__name__}: {lines[0][:300]}" if lines else type(e).__name__
 
 
 def is_out_of_memory(e: BaseException) -> bool:

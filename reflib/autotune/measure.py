@@ -42,6 +42,7 @@ from ..ir.program import Program
 from ..logs import get as logger
 from ..options import Options
 from ..timing import Call, Clock, Sampler, Samples, interleave, side_stream
+from ..worker import first_line
 from . import correct
 from .bench import (
     Bench,
@@ -55,7 +56,7 @@ from .bench import (
     samplers_of,
     sets_of,
 )
-from .inputs import InputSpec, Maker, first_line, main_device
+from .inputs import InputSpec, Maker, main_device
 from .request import Limits, Request, Result, request
 from .winner import NOISE, pick_winner
 
@@ -136,7 +137,7 @@ class Session:
     def given(self, row: Candidate) -> None:
         """A candidate that is not to be run: it crashed or hung in an earlier process."""
         e = self.entries[row.name] = Entry(row.key, tried=True)
-        e.program = self._decoded(row.name)
+        e.program = from_data(self.request.programs[row.name])
         e.fail(row.status, row.why)
 
     def open(self) -> Candidate:

@@ -48,7 +48,7 @@ from pathlib import Path
 from typing import Any
 
 from ..logs import get as logger
-from ..worker import Call, cores, kill_group, reason
+from ..worker import Call, cores, first_line, kill_group
 from ..zygote import START_SECONDS, News, Submit, command, ending, tail
 
 CLOSE_SECONDS = 0.35  # for the zygote to kill and reap all
@@ -308,7 +308,7 @@ def _ending_of(job: Job, how: str, packed: bytes, output: str) -> tuple[str, dic
     try:
         facts = pickle.loads(packed)
     except Exception as e:
-        how, facts = "crashed", {"why": f"its answer cannot be read: {reason(e)}"}
+        how, facts = "crashed", {"why": f"its answer cannot be read: {first_line(e)}"}
     if output and how != "crashed":
         logger("pool").info("%s wrote: %s", job.track, output)
     return how, facts | {"output": output} if how == "crashed" else facts
