@@ -98,21 +98,19 @@ def _is_complex(node: Node) -> bool:
 def _rewritable(module: GraphModule) -> list[Node]:
     """Nodes, in order, of all sets of connected ones that have rules, and in which something is computed."""
     nodes = [n for n in module.graph.nodes if _is_complex(n) or any(map(_is_complex, n.all_input_nodes))]
-    root: dict[Node, Node] = {n: n for n in nodes}
+    calls = dict.fromkeys(n for n in nodes if n.op not in ("placeholder", "get_attr"))
 
-    def find(n: Node) -> Node:
-        while root[n] is not n:
-            n = root[n]
-        return n
+    def connected(todo: list[Node]) -> set[Node]:
+        found = set(todo)
+        for n in todo:
+            near = [a for a in n.all_input_nodes if _is_complex(a)] + (list(n.users) if _is_complex(n) else [])
+            todo += [m for m in near if m in calls and m not in found]
+            found.update(near)
+        return found
 
-    calls = [n for n in nodes if n.op not in ("placeholder", "get_attr")]
-    for n in calls:
-        for a in n.all_input_nodes:
-            if _is_complex(a) and a in calls:
-                root[find(a)] = find(n)
-    refused = {find(n) for n in calls if n.target not in RULES or not _has_parts(n)}
-    computed = {find(n) for n in calls if n.target in COMPUTED}
-    return [n for n in calls if find(n) in computed - refused]
+    refused = connected([n for n in calls if n.target not in RULES or not _has_parts(n)])
+    computed = connected([n for n in calls if n.target in COMPUTED])
+    return [n for n in calls if n in computed - refused]
 
 
 def _has_parts(node: Node) -> bool:

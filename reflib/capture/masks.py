@@ -45,7 +45,7 @@ def masks(module: GraphModule, options: Options) -> GraphModule:
 
 
 def _simplified(memo: dict[Node, str], graph: torch.fx.Graph, node: Node, given: dict[str, Any]) -> bool:
-    mask = given.get("attn_mask")
+    mask: Any = given.get("attn_mask")
     if not is_tensor(mask) or not hasattr(value(node), "fake_mode") or given.get("is_causal"):
         return False
     rows, columns = value(given["query"]).shape[-2], value(given["key"]).shape[-2]
