@@ -49,7 +49,7 @@ and joint.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -110,6 +110,19 @@ def graphs(module: GraphModule) -> Iterator[GraphModule]:
                 logger("attention").info("%s is left as it is: it is computed again in backward", node.target)
             else:
                 yield from graphs(inner)
+
+
+NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def change_calls(module: GraphModule, change: Callable[[torch.fx.Graph, Node, dict[str, Any]], bool]) -> GraphModule:
+    """``module`` with each call of ``scaled_dot_product_attention`` given to ``change``, with its arguments by name:
+    has it put another one in its place?"""
+    for inner in graphs(module):
+        calls = [n for n in inner.graph.nodes if named(n) == "scaled_dot_product_attention"]
+        if sum([change(inner.graph, n, dict(zip(NAMES, n.args)) | n.kwargs) for n in calls]):
+            inner.recompile()
+    return module
 
 
 def _one(module: GraphModule, softmax: Node, memo: dict[Any, Any]) -> bool:

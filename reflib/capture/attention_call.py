@@ -167,10 +167,10 @@ def attend(parts: Parts, of: Of, masks: Masks, contiguous: bool = False, hides: 
     that are hidden by a "number", or "filled" with -inf, are needed."""
     q, k, v = (_operand(parts, o, of) for o in (parts.q, parts.k, parts.v))
     mask, weight = masks
-    if hides == "number":
-        seen = _node(weighted, q, weight)
-    else:
-        seen = q if weight is None or hides == "filled" else q * weight
+    if weight is None or hides == "filled":
+        seen = q
+    else:  # 0 in rows that are hidden by a number, with the gradient of the scores as if it were not
+        seen = torch.where(weight == 0, q - q.detach(), q * weight) if hides == "number" else q * weight
     out = F.scaled_dot_product_attention(seen, k, v, attn_mask=mask, scale=parts.scale)
     if hides == "number":
         out = _node(hidden, out, q, k, v, weight, parts.scale)
@@ -268,20 +268,6 @@ def _aligned(parts: Parts, t: Term | Fill, of: Of) -> Any:
 
 
 # -- gradients of rows in which every key is hidden, by a number or by -inf --------------------------
-class Weighted(torch.autograd.Function):
-    """Queries that are 0 in hidden rows, and the scores' gradients as if they were not."""
-
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(weight)
-        return q * weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        (weight,) = ctx.saved_tensors
-        return torch.where(weight == 0, grad, grad * weight), None
-
-
 class Hidden(torch.autograd.Function):
     """Attention's result, with what gradients of keys lack if the queries of hidden rows are 0: all keys have the same
     weight 1 / n there, so the scores' gradients are ``grad @ (v - mean of v) / n``, and their product with the queries
@@ -319,10 +305,6 @@ class Filled(torch.autograd.Function):
         blank = weight.isnan()
         values = torch.where(blank.any(-2, keepdim=True), math.nan, torch.zeros_like(v))
         return torch.where(blank, 0.0, grad), values, None
-
-
-def weighted(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return Weighted.apply(q, weight)
 
 
 def hidden(out: Any, q: Any, k: Any, v: Any, weight: Any, scale: float) -> torch.Tensor:

@@ -9,7 +9,7 @@ two real tensors, it is one kernel::
     view_as_real(z)           cat([z.re[..., None], z.im[..., None]], -1)
 
 Complex nodes that one op connects are rewritten together, if every op on them has a rule here, and none is a result of
-the graph. A complex input is read as real once, and a Fourier transform reads and writes pairs (``spectra``). Forward
+the graph. A complex input is read as real once, and a Fourier transform reads and writes pairs. Forward
 and backward are one graph still, so that what is saved between them is real, too. With ``numerics="eager"`` nothing is
 changed: a product with a real number leaves out that with zero.
 
@@ -25,10 +25,32 @@ from torch.fx import GraphModule, Node, map_arg
 
 from ..options import Options
 from .copies import copied
-from .spectra import SPECTRA
+from .random import LIBRARY
 
 aten = torch.ops.aten
 PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+# ATen's Fourier transforms with a last dimension (real, imaginary) in the place of each complex tensor: the same memory
+# seen otherwise, so nothing is copied. A C++ wrapper calls ATen's (``wrap/aten``).
+LIBRARY.define("fft_r2c(Tensor x, int[] dim, int normalization, bool onesided) -> Tensor")
+LIBRARY.define("fft_c2c(Tensor x, SymInt[] dim, int normalization, bool forward) -> Tensor")
+LIBRARY.define("fft_c2r(Tensor x, int[] dim, int normalization, SymInt last_dim_size) -> Tensor")
+
+
+def _of_pairs(op: Any) -> Callable[..., torch.Tensor]:
+    def transform(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        out = op(x if op is aten._fft_r2c.default else torch.view_as_complex(x), *args)
+        return torch.view_as_real(out) if out.is_complex() else out
+
+    return transform
+
+
+SPECTRA: dict[Any, Any] = {}  # ATen's op: ours
+for _name in ("fft_r2c", "fft_c2c", "fft_c2r"):
+    _op = getattr(aten, f"_{_name}").default
+    LIBRARY.impl(_name, _of_pairs(_op), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"reflib::{_name}", _of_pairs(_op), lib=LIBRARY)
+    SPECTRA[_op] = getattr(torch.ops.reflib, _name).default
 
 
 class Pair(NamedTuple):
@@ -76,21 +98,19 @@ def _is_complex(node: Node) -> bool:
 def _rewritable(module: GraphModule) -> list[Node]:
     """Nodes, in order, of all sets of connected ones that have rules, and in which something is computed."""
     nodes = [n for n in module.graph.nodes if _is_complex(n) or any(map(_is_complex, n.all_input_nodes))]
-    root: dict[Node, Node] = {n: n for n in nodes}
+    calls = dict.fromkeys(n for n in nodes if n.op not in ("placeholder", "get_attr"))
 
-    def find(n: Node) -> Node:
-        while root[n] is not n:
-            n = root[n]
-        return n
+    def connected(todo: list[Node]) -> set[Node]:
+        found = set(todo)
+        for n in todo:
+            near = [a for a in n.all_input_nodes if _is_complex(a)] + (list(n.users) if _is_complex(n) else [])
+            todo += [m for m in near if m in calls and m not in found]
+            found.update(near)
+        return found
 
-    calls = [n for n in nodes if n.op not in ("placeholder", "get_attr")]
-    for n in calls:
-        for a in n.all_input_nodes:
-            if _is_complex(a) and a in calls:
-                root[find(a)] = find(n)
-    refused = {find(n) for n in calls if n.target not in RULES or not _has_parts(n)}
-    computed = {find(n) for n in calls if n.target in COMPUTED}
-    return [n for n in calls if find(n) in computed - refused]
+    refused = connected([n for n in calls if n.target not in RULES or not _has_parts(n)])
+    computed = connected([n for n in calls if n.target in COMPUTED])
+    return [n for n in calls if n in computed - refused]
 
 
 def _has_parts(node: Node) -> bool:

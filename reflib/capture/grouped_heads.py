@@ -22,10 +22,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..logs import get as logger
 from ..options import Options
-from .attention import graphs, is_tensor
+from .attention import NAMES, change_calls, is_tensor
 from .attention_call import equal, named, on_fakes, same_strides, value, writes
 
-NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 ROWS = 64
 _COPIES = ("repeat_interleave", "reshape", "view", "flatten", "_unsafe_view", "expand", "unsqueeze", "getitem",
            "contiguous", "clone", "transpose")  # fmt: skip
@@ -36,15 +35,10 @@ def grouped_heads(module: GraphModule, options: Options) -> GraphModule:
     (plugs into ``pipeline.CAPTURED``)."""
     if not options.attention or options.numerics == "eager":
         return module
-    for inner in graphs(module):
-        calls = [n for n in inner.graph.nodes if named(n) == "scaled_dot_product_attention"]
-        if sum([_grouped(inner.graph, n) for n in calls]):
-            inner.recompile()
-    return module
+    return change_calls(module, _grouped)
 
 
-def _grouped(graph: Graph, node: Node) -> bool:
-    given = dict(zip(NAMES, node.args)) | node.kwargs
+def _grouped(graph: Graph, node: Node, given: dict[str, Any]) -> bool:
     q, mask = given["query"], given.get("attn_mask")
     if given.get("is_causal") or given.get("dropout_p") or not all(is_tensor(given[n]) for n in NAMES[:3]):
         return False

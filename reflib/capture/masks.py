@@ -22,6 +22,7 @@ Results are those of the same call, by another of PyTorch's kernels; so ``numeri
 NB: TorchInductor keeps the masks (seen in torch 2.11 and 2.13).
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,11 +31,9 @@ from torch.fx import GraphModule, Node
 
 from ..logs import get as logger
 from ..options import Options
-from .attention import graphs, is_tensor
+from .attention import NAMES, change_calls, is_tensor
 from .attention_call import copied_later, equal, named, on_fakes, same_strides, value
 from .mask_values import computed
-
-NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 def masks(module: GraphModule, options: Options) -> GraphModule:
@@ -42,17 +41,11 @@ def masks(module: GraphModule, options: Options) -> GraphModule:
     (plugs into ``pipeline.CAPTURED``)."""
     if not options.attention or options.numerics == "eager":
         return module
-    for inner in graphs(module):
-        memo: dict[Node, str] = {}
-        calls = [n for n in inner.graph.nodes if named(n) == "scaled_dot_product_attention"]
-        if sum([_simplified(inner.graph, n, memo) for n in calls]):
-            inner.recompile()
-    return module
+    return change_calls(module, partial(_simplified, {}))
 
 
-def _simplified(graph: torch.fx.Graph, node: Node, memo: dict[Node, str]) -> bool:
-    given = dict(zip(NAMES, node.args)) | node.kwargs
-    mask = given.get("attn_mask")
+def _simplified(memo: dict[Node, str], graph: torch.fx.Graph, node: Node, given: dict[str, Any]) -> bool:
+    mask: Any = given.get("attn_mask")
     if not is_tensor(mask) or not hasattr(value(node), "fake_mode") or given.get("is_causal"):
         return False
     rows, columns = value(given["query"]).shape[-2], value(given["key"]).shape[-2]

@@ -21,6 +21,8 @@ Left to ATen, with eager's numbers: ops that take a generator, those without a r
 NB: TorchInductor gives every op a seed of its own, in one tensor, and a word of each counter's four to every element.
 """
 
+import math
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
@@ -40,7 +42,7 @@ LIBRARY = torch.library.Library("reflib", "FRAGMENT")
 # kind: "uniform": in [0, 1); "normal"; "bits": an int64 of 63 random bits. ``order``: of the dimensions in memory.
 LIBRARY.define("random(Tensor seed, int stream, str kind, SymInt[] size, int[] order, ScalarType dtype) -> Tensor")
 DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24}  # of a uniform number: all that 1 - 2^-n has
-_TAU = 6.283185307179586
+WORD = 0xFFFFFFFF
 
 
 def random(seed: Any, stream: int, kind: str, size: Any, order: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -50,20 +52,25 @@ def random(seed: Any, stream: int, kind: str, size: Any, order: Sequence[int], d
     def word(at: torch.Tensor) -> torch.Tensor:
         return philox(seed.reshape(()), torch.tensor(stream, device=seed.device), at)
 
+    value = drawn(kind, dtype, word, i, operator.lshift)
+    return _empty(seed, stream, kind, size, order, dtype).copy_(value.view(size))
+
+
+def drawn(kind: str, dtype: torch.dtype, word: Callable[[Any], Any], at: Any, shift: Callable[[Any, int], Any]) -> Any:
+    """The number at position ``at``, of ``word(i)``, the i-th word (int32): of tensors, or of values in a loop nest."""
     if kind == "uniform" and dtype != torch.float64:
-        digits = DIGITS[dtype]
-        value = (word(i) & (2**digits - 1)).to(torch.float32) * 2.0**-digits
-    elif kind == "uniform":
-        value = (word(2 * i) & 0x3FFFFFF).double() * 2.0**-26 + (word(2 * i + 1) & 0x7FFFFFF).double() * 2.0**-53
-    elif kind == "normal":
+        return (word(at) & (2 ** DIGITS[dtype] - 1)).to(torch.float32) * 2.0 ** -DIGITS[dtype]
+    if kind == "uniform":
+        high, low = (word(2 * at) & 0x3FFFFFF).to(dtype), (word(2 * at + 1) & 0x7FFFFFF).to(dtype)
+        return high * 2.0**-26 + low * 2.0**-53
+    if kind == "normal":  # Box and Muller, "A note on the generation of random normal deviates", 1958
         wide, words, least = (torch.float64, 4, 2.0**-32) if dtype == torch.float64 else (torch.float32, 2, 1.0)
-        radius, angle, *more = ((word(words * i + k).long() & 0xFFFFFFFF).to(wide) for k in range(words))
+        radius, angle, *more = ((word(words * at + k).to(torch.int64) & WORD).to(wide) for k in range(words))
         if more:  # the digits of a float64 that the first words do not fill
             radius, angle = radius + more[0] * 2.0**-32, angle + more[1] * 2.0**-32
-        value = (((radius + least) * 2.0**-32).log() * -2.0).sqrt() * (angle * (_TAU * 2.0**-32)).cos()
-    else:
-        value = (word(2 * i).long() & 0xFFFFFFFF) | ((word(2 * i + 1).long() & 0x7FFFFFFF) << 32)
-    return _empty(seed, stream, kind, size, order, dtype).copy_(value.view(size))
+        return (((radius + least) * 2.0**-32).log() * -2.0).sqrt() * (angle * (math.tau * 2.0**-32)).cos()
+    low, high = word(2 * at).to(torch.int64) & WORD, word(2 * at + 1).to(torch.int64) & (WORD >> 1)
+    return low | shift(high, 32)
 
 
 def _empty(seed: Any, stream: int, kind: str, size: Any, order: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -12,12 +12,12 @@ recorded as ``torch.library.wrap_triton(kernel)`` would, and ``@triton.heuristic
 it is in implementations of an op, which are traced when programs are lowered.
 """
 
-import os
+import functools
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,41 +29,60 @@ from .launch_arguments import defaults, taken, users_line
 CAPABILITY = 90  # of the stand-in: any GPU will do
 
 
+_here = threading.local()  # ``level``: of this thread: 1 where there is a GPU for it, 2 where launches are recorded too
+
+
 @contextmanager
 def triton_of_gpu(recorded: bool = False) -> Iterator[None]:
-    """Triton as if there was a GPU, for what captures; nothing where there is one, or Triton is not imported.
-    ``recorded``: plain launches are recorded too, wherever we are."""
+    """Triton as if there was a GPU, for what this thread captures; nothing where there is one, or Triton is not
+    imported. ``recorded``: plain launches are recorded too, wherever we are."""
     if "triton" not in sys.modules:
         yield
         return
+    _prepare()
+    before = _level()
+    _here.level = max(before, 1 + recorded)
+    try:
+        yield
+    finally:
+        _here.level = before
+
+
+def _level() -> int:
+    return getattr(_here, "level", 0)
+
+
+@functools.cache
+def _prepare() -> None:
+    """From now on, what captures depend on asks first whether its thread is in one. (So nothing has to be put back.)"""
     import triton
     from torch._higher_order_ops import triton_kernel_wrap
     from torch.utils import _triton
 
-    there = (
-        (triton.runtime.driver, "_active", _Driver()),
-        (_triton, "has_triton", lambda: True),
-        (_triton, "has_triton_tensor_descriptor_host_tma", lambda: True),
-        (triton_kernel_wrap, "JITFunction", triton.runtime.JITFunction),  # torch has its own, without a GPU
-        (triton_kernel_wrap, "Autotuner", triton.runtime.Autotuner),
-    )
-    with ExitStack() as stack:
-        for owner, name, value in () if torch.cuda.is_available() else there:
-            if hasattr(owner, name):
-                stack.enter_context(_replaced(owner, name, _always(value)))
-        stack.enter_context(_replaced(triton_kernel_wrap.TritonHOPifier, "call_triton_kernel", taken))
-        stack.enter_context(_replaced(triton_kernel_wrap, "generate_ttir", _given_all))
-        with suppress(ImportError):
-            from triton.tools.tensor_descriptor import TensorDescriptor
+    def inside(owner: Any, name: str, make: Callable[[Any], Any], level: int = 1) -> None:
+        outside = getattr(owner, name)
+        made = make(outside)
+        choose = lambda *args, **how: (made if _level() >= level else outside)(*args, **how)  # noqa: E731
+        setattr(owner, name, functools.wraps(outside)(choose))
 
-            stack.enter_context(_replaced(TensorDescriptor, "__post_init__", _without_address))
-        if recorded:
-            stack.enter_context(_replaced(triton.runtime.jit.KernelInterface, "__getitem__", _recording))
-            stack.enter_context(_replaced(triton_kernel_wrap, "trace_triton_kernel_wrapper", _kept))
-            stack.enter_context(_replaced(torch._library.utils, "is_impure", _with_launches))
-            _here.depth = getattr(_here, "depth", 0) + 1
-            stack.callback(lambda: setattr(_here, "depth", _here.depth - 1))
-        yield
+    if not torch.cuda.is_available():
+        driver = type(triton.runtime.driver)
+        actual, stand_in = driver.active.fget, _Driver()
+        driver.active = property(lambda self: stand_in if _level() else actual(self))
+        inside(_triton, "has_triton", lambda _: lambda: True)
+        if hasattr(_triton, "has_triton_tensor_descriptor_host_tma"):
+            inside(_triton, "has_triton_tensor_descriptor_host_tma", lambda _: lambda: True)
+        triton_kernel_wrap.JITFunction = triton.runtime.JITFunction  # torch has its own, without a GPU
+        triton_kernel_wrap.Autotuner = triton.runtime.Autotuner
+    inside(triton_kernel_wrap.TritonHOPifier, "call_triton_kernel", taken)
+    inside(triton_kernel_wrap, "generate_ttir", _given_all)
+    with suppress(ImportError):
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        inside(TensorDescriptor, "__post_init__", _without_address)
+    inside(triton.runtime.jit.KernelInterface, "__getitem__", _recording, level=2)
+    inside(triton_kernel_wrap, "trace_triton_kernel_wrapper", _kept, level=2)
+    inside(torch._library.utils, "is_impure", _with_launches, level=2)
 
 
 def compiled_with_launches(
@@ -72,12 +91,6 @@ def compiled_with_launches(
     """``compile``, where there is a GPU for what launches (plugs into ``pipeline.COMPILE``)."""
     with triton_of_gpu() if torch.cuda.is_available() else nullcontext():
         return compile(backend, module, inputs)
-
-
-_here = threading.local()  # ``depth``: of this thread, in captures that record plain launches
-_lock = threading.Lock()
-# (id of the owner, name): the owner, what there was before, the threads inside
-_replacements: dict[tuple[int, str], tuple[Any, Any, list[int]]] = {}
 
 
 def _with_launches(is_impure: Callable[..., bool]) -> Callable[..., bool]:
@@ -123,55 +136,14 @@ def _without_address(check: Callable[[Any], None]) -> Callable[[Any], None]:
     return checked
 
 
-def _always(value: Any) -> Callable[[Any], Any]:
-    return lambda before: value
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """``make(what it was)`` instead of ``owner.name``, until all are out: captures in several threads overlap."""
-    key, me = (id(owner), name), threading.get_ident()
-    with _lock:
-        _, before, threads = _replacements.setdefault(key, (owner, getattr(owner, name), []))
-        threads.append(me)
-        if len(threads) == 1:
-            setattr(owner, name, make(before))
-    try:
-        yield
-    finally:
-        with _lock:
-            threads.remove(me)
-            _restored(key)
-
-
-def _restored(key: tuple[int, str]) -> None:
-    """Put back what there was, if no thread is inside."""
-    owner, before, threads = _replacements[key]
-    if not threads:
-        setattr(owner, key[1], before)
-        del _replacements[key]
-
-
-def _in_child() -> None:
-    """Of the threads, a child process has the one that forked."""
-    _lock._at_fork_reinit()  # type: ignore[attr-defined]
-    me = threading.get_ident()
-    for key, (_, _, threads) in list(_replacements.items()):
-        threads[:] = [t for t in threads if t == me]
-        _restored(key)
-
-
-os.register_at_fork(after_in_child=_in_child)
-
-
 def _recording(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """``kernel[grid]``, whose call is recorded, unless another thread makes it, or the op around it runs for real."""
+    """``kernel[grid]``, whose call is recorded, unless the op around it runs for real."""
     from torch._higher_order_ops.triton_kernel_wrap import TraceableTritonKernelWrapper
     from torch._library.triton import is_wrap_triton_enabled
     from triton.runtime.autotuner import Heuristics
 
     def of_grid(kernel: Any, grid: Any) -> Any:
-        if not getattr(_here, "depth", 0) or not is_wrap_triton_enabled():
+        if not is_wrap_triton_enabled():
             return launch(kernel, grid)
         if not isinstance(kernel, Heuristics):
             return TraceableTritonKernelWrapper(kernel, None, grid)

@@ -69,7 +69,7 @@ class Value:
     eq, ne, maximum, minimum = _binary("eq"), _binary("ne"), _binary("maximum"), _binary("minimum")
     __neg__, __invert__ = _unary("neg"), _unary("not")
     exp, log1p, tanh, sigmoid = _unary("exp"), _unary("log1p"), _unary("tanh"), _unary("sigmoid")
-    erf, sqrt = _unary("erf"), _unary("sqrt")
+    erf, sqrt, log, cos = _unary("erf"), _unary("sqrt"), _unary("log"), _unary("cos")
 
     def abs(self) -> Value:
         return self.op("abs") if self.dtype not in (torch.bool, torch.uint8) else self

@@ -7,7 +7,7 @@ with the reason; ``flex_attention`` then lowers the dense formula.
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from .flex_makers import inputs_from
 from .flex_slot import Slot, symbols_of
 from .flex_tilings import LARGEST_HEAD, LEAST_BLOCK, tilings
 from .matmul import float32_precision
-from .subgraph import Refused, variant
+from .subgraph import Refused, put_instead
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 WHOLE = 1 << 30  # torch's size of a block where there is no mask
@@ -128,14 +128,6 @@ class Attention:
         op, origins = kernel.__name__, (self.cx.origin,)
         low.nodes.append(Choice(name, op, written, variants, inputs_from=lists, custom=True, origins=origins))
 
-    def put(self, name: str, fn: Callable[..., Any], args: Sequence[Any], out: View, like: Any) -> None:
-        """``out`` is ``fn(*args)``, as loop nests."""
-        v = variant(replace(self.cx, fake=like), "", name, fn, args, {}, [out])
-        if v.predicate:
-            raise Refused("unsupported", "it holds for some of the sizes only")
-        self.cx.low.nodes += v.nodes
-        self.cx.low.buffers.update({b.name: b for b in v.buffers})
-
 
 def forward(attention: Attention, score_mod: Any) -> Any:
     """(output, log-sum-exp and maximum of the scores, in base 2), those of the latter two that are used."""
@@ -167,7 +159,8 @@ def backward(
         return d if g_lse is None else d - g_lse.float() / math.log(2)
 
     delta = cx.temp("delta", (a.batch, a.heads, a.rows), torch.float32)
-    a.put("delta", too_much, (out, do) if grad_lse is None else (out, do, grad_lse), delta, cx.node.args[4].meta["val"])  # type: ignore[union-attr]
+    of_lse = replace(cx, fake=cx.node.args[4].meta["val"])  # type: ignore[union-attr]
+    put_instead(of_lse, "delta", too_much, (out, do) if grad_lse is None else (out, do, grad_lse), [delta])
     views = [cx.out(i) for i in range(3)]
     kinds = {"dq": {"dq": views[0]}, "dkv": {"dk": views[1], "dv": views[2]}}
     a.kernels(kinds, {"do": do, "lse": lse, "delta": delta}, a.q.dtype == torch.float32)

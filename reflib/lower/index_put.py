@@ -2,7 +2,7 @@
 
 torch takes ``interpolate`` apart into reads at computed positions (``x[:, :, rows, columns]``) before it
 differentiates, so its backward adds each gradient at such a position. ATen sorts the positions for that. But they are
-arithmetic on ``arange`` alone, so they can be computed here (``capture/positions`` sees to it that the backward graph
+arithmetic on ``arange`` alone, so they can be computed here (``capture/constants`` sees to it that the backward graph
 has them): each input is read by a few neighbouring outputs, and its gradient is the sum over these, a window as in
 pooling. The windows only have to be wide enough: whether an output did read this input is asked of the positions
 themselves, in the kernel.
@@ -17,10 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._python_dispatch import _disable_current_modes
 
-from reflib.capture.positions import from_nothing
+from reflib.capture.constants import computed, for_real, from_nothing
 from reflib.ir.expr import Expr, expr
 from reflib.ir.ops import value_dtype
 from reflib.ir.program import View
@@ -94,7 +92,7 @@ def _sides(
     if not tables or any(t is None for t in tables) or len(indices) != len(x.shape) or None in indices[lead:]:
         raise Unsupported("library call")
     along = _dimensions(tables)
-    with unset_fake_temporarily(), _disable_current_modes():
+    with for_real():
         sides = _windows([t for t in tables if t is not None], x.shape[lead:])
     if list(values.shape) != [*x.shape[:lead], *(expr(sides[d][0]) for d in along)]:
         raise Unsupported("library call")  # values that are broadcast
@@ -169,11 +167,5 @@ def _known(node: Any) -> torch.Tensor | None:
     nodes = from_nothing(node)
     if nodes is None or not all(isinstance(s, int) for n in nodes for s in n.meta["val"].shape):
         return None
-    values: dict[torch.fx.Node, Any] = {}
-    with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
-        for n in nodes:
-            args, kwargs = torch.fx.node.map_arg((n.args, n.kwargs), values.__getitem__)
-            on_cpu = {k: torch.device("cpu") if k == "device" else v for k, v in kwargs.items()}
-            values[n] = n.target(*args, **on_cpu)  # type: ignore[operator]
-    found = values[node]
+    found = computed(nodes, device=torch.device("cpu"))
     return found if found.dtype in (torch.int32, torch.int64) else None

@@ -1,4 +1,4 @@
-"""Custom ops that write to their arguments, which PyTorch made functional (``auto_functionalized``).
+"""Custom ops that write to their arguments, which PyTorch made functional (``auto_functionalized_v2``).
 
 Each tensor that is written to is copied, and the op, a call, is given the copies. ``fuse.in_place`` drops a copy whose
 original is not needed any more: the op then writes to what the user gave it. What an op with ``torch.Tag.out`` writes
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch._higher_order_ops.auto_functionalize import (
-    auto_functionalized,
     auto_functionalized_v2,
     get_mutable_args,
     read_view_information_from_args,
@@ -25,16 +24,11 @@ from .rules import RULES, Unsupported
 
 
 def functionalized(cx: LoweringContext, op: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """(what the op returns, the new value of each argument that it writes to)."""
-    names, _ = _names(op, lists=False)
-    new = {n: _copy(cx, kwargs[n], _fake(cx.node.kwargs[n])) for n in names if kwargs.get(n) is not None}
-    return (*_called(cx, op, kwargs | new, len(names)), *(new.get(n) for n in names))
-
-
-def functionalized_v2(cx: LoweringContext, op: Any, **kwargs: Any) -> tuple[Any, ...]:
     """(what the op returns, the new value of each base). An argument, or an item of one, is a view of one of the
     bases."""
-    names, types = _names(op)
+    if not isinstance(op, torch._ops.OpOverload):
+        raise Unsupported("no op of PyTorch's")
+    names, types = get_mutable_args(op)
     if TAG in op.tags:
         made = {f"_{n}_{what}" for n in names for what in ("size", "stride", "dtype", "device")}
         given = {k: v for k, v in kwargs.items() if k not in made and k != "_all_bases"}
@@ -52,16 +46,6 @@ def functionalized_v2(cx: LoweringContext, op: Any, **kwargs: Any) -> tuple[Any,
     given = {k: v for k, v in kwargs.items() if k in fakes and k != "_all_bases"}
     given |= {name: viewed(info) for name, info in views.items()}
     return (*_called(cx, op, given, len(new)), *new)
-
-
-def _names(op: Any, lists: bool = True) -> tuple[list[str], list[Any]]:
-    """The arguments that it writes to, and their types."""
-    if not isinstance(op, torch._ops.OpOverload):
-        raise Unsupported("no op of PyTorch's")
-    names, types = get_mutable_args(op)
-    if not lists and any(torch._library.utils.is_tensorlist_like_type(t) for t in types):
-        raise Unsupported("it writes to a list of tensors")
-    return names, types
 
 
 def _fake(node: Any) -> Any:
@@ -86,5 +70,4 @@ def _called(cx: LoweringContext, op: Any, kwargs: dict[str, Any], written: int) 
     return (value,) if len(fakes) == 1 else tuple(value)
 
 
-RULES[auto_functionalized] = functionalized
-RULES[auto_functionalized_v2] = functionalized_v2
+RULES[auto_functionalized_v2] = functionalized

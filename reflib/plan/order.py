@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from ..capture.callers import is_callers
+from ..capture.saved import is_callers
 from ..fuse.dependencies import dependencies, has_effect
 from ..ir.loops import Load, LoopNest, Store
 from ..ir.program import Choice, Extern, Node, Program, Template, Variants, iter_views, walk

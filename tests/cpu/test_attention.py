@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import reflib
-from reflib.capture.attention_call import hidden, named, weighted
+from reflib.capture.attention_call import hidden, named
 from reflib.ir.program import Extern
 from tests.attention_cases import INF, LOWEST, Rewritten, becomes_a_call, calls, causal, operators, padding, qkv, sizes
 from tests.attention_cases import of_any_length as of_any_length
@@ -292,8 +292,8 @@ def test_gradients_of_rows_that_a_number_hides(fn: Any, dtype: torch.dtype) -> N
     rewritten = Rewritten(fn)
     check(fn, rewritten, *args, keep, backward=True)
     assert rewritten.names() == ["softmax" if fn is by_two else "scaled_dot_product_attention"]
-    added = [n for graph in rewritten.graphs for n in graph.graph.nodes if n.target in (hidden, weighted)]
-    assert len(added) == (0 if fn in (by_two, known) else 2)
+    added = [n for graph in rewritten.graphs for n in graph.graph.nodes if n.target is hidden]
+    assert len(added) == (0 if fn in (by_two, known) else 1)
     with torch.no_grad():
         becomes_a_call(fn, *args, keep)
 

@@ -11,9 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import reflib
-from reflib.capture.constructors import constructors
+from reflib.capture.constants import constructors, literals
 from reflib.capture.graph import Graph
-from reflib.capture.literals import literals
 from reflib.ir.program import Extern
 from reflib.lower import lower
 from reflib.options import Options
@@ -213,7 +212,7 @@ def buckets(n: int) -> torch.Tensor:
 
 def test_what_is_computed_with_floating_point_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, though each layer computes it, and as eager computes it."""
-    monkeypatch.setattr("reflib.capture.constructors.on_device", lambda value, _: value)
+    monkeypatch.setattr("reflib.capture.constants.on_device", lambda value, _: value)
     fn = lambda t: t[buckets(40)] * 2 + t.sin()[buckets(40)] + t[(torch.arange(3.0) * 2).long()].sum()  # noqa: E731
     module = moved(fn, x := torch.randn(8, 4))
     assert sorted(n for n, _ in module.named_buffers()) == ["_computed0", "_computed1"]
