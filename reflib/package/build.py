@@ -308,12 +308,9 @@ def _weights(
 def _program(c: Convention, names: tuple[str, ...]) -> manifest.Program:
     for a in c.arguments:
         _encoded(a.value, f"argument {a.name}")  # raises for a value that a file cannot hold
-    return manifest.Program(
-        inputs=c.inputs, arguments=c.arguments, outputs=c.outputs, guards=c.guards, written=c.written,
-        arguments_tree=trees.text(c.in_spec, "arguments"), result_tree=trees.text(c.out_spec, "result"),
-        ranges=c.ranges, devices=c.devices, names=names, results=describe.results(c.out_spec),
-        conditions=describe.guards(c),
-    )  # fmt: skip
+    specs = {"in_spec": trees.text(c.in_spec, "arguments"), "out_spec": trees.text(c.out_spec, "result")}
+    said = {"results": describe.results(c.out_spec), "conditions": describe.guards(c)}
+    return manifest.Program(**vars(c) | specs | said, names=names)
 
 
 def _encoded(x: Any, what: str) -> Any:

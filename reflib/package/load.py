@@ -335,9 +335,8 @@ def convention_of(p: manifest.Program, device: torch.device) -> Convention:
         replace(a, tensor=replace(a.tensor, device=device)) if a.tensor and a.tensor.device.type == "cuda" else a
         for a in p.arguments
     )
-    in_spec = trees.tree(p.arguments_tree, len(arguments))
-    out_spec = trees.tree(p.result_tree, len(p.outputs))
-    return Convention(p.inputs, arguments, p.outputs, in_spec, out_spec, p.ranges, p.devices, p.guards, p.written)
+    in_spec, out_spec = trees.tree(p.in_spec, len(arguments)), trees.tree(p.out_spec, len(p.outputs))
+    return replace(p, arguments=arguments, in_spec=in_spec, out_spec=out_spec)
 
 
 def _weights(

@@ -22,7 +22,7 @@ import torch
 from ..errors import DeviceError, PackageError, ReflibError
 from ..ir.data import decode, encode
 from ..ir.expr import Expr, Sym
-from ..wrap.convention import Argument, Guard, Output
+from ..wrap.convention import Convention
 from . import archive
 from .archive import Entry
 from .weights import Span, Weight
@@ -36,23 +36,14 @@ Member = Annotated[str, re.compile(archive.NAME.pattern + "|", re.ASCII)]  # "":
 
 
 @dataclass(frozen=True)
-class Program:
-    """How a captured graph is called: a ``wrap.convention.Convention``, but ``arguments_tree`` and ``result_tree`` are
-    torch's pytree specs, as JSON text, and GPUs are cuda:0.
+class Program(Convention):
+    """How a captured graph is called; ``in_spec`` and ``out_spec`` are torch's JSON text of them (``trees.py``), and
+    GPUs are cuda:0.
 
     names: of the arguments by position, as in the model. results: how Python reads each result. conditions: the guards,
         in terms of arguments.
     """
 
-    inputs: tuple[str, ...]
-    arguments: tuple[Argument, ...]
-    outputs: tuple[Output, ...]
-    arguments_tree: str
-    result_tree: str
-    ranges: dict[str, tuple[int, int | None]]
-    devices: tuple[str, ...]
-    guards: tuple[Guard, ...] = ()
-    written: tuple[Output, ...] = ()
     names: tuple[str, ...] = ()
     results: tuple[str, ...] = ()
     conditions: tuple[str, ...] = ()
