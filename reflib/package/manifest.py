@@ -53,7 +53,8 @@ class Program(Convention):
 class KernelEntry:
     """A kernel as it is launched. ``image``: the member with its machine code. ``symbol``: its function's name there.
     ``threads``, ``shared`` (bytes), ``early``: of a launch on a GPU. ``late``: a fallback, loaded when a call first
-    needs it. ``checked``: on a CPU, it reports an index outside its tensor. ``bytes``: of the machine code."""
+    needs it. ``checked``: on a CPU, it reports an index outside its tensor, which ``where`` says the place of.
+    ``bytes``: of the machine code."""
 
     name: Word
     image: Member
@@ -63,6 +64,7 @@ class KernelEntry:
     early: bool = False
     late: bool = False
     checked: bool = False
+    where: str = ""
     bytes: int = 0
 
 
@@ -73,7 +75,7 @@ class PackagedVariant:
     a key of ``Manifest.programs``.
 
     wrapper, text, python: members: the compiled host code, its source, and the part of it in Python (or ""). graph: its
-        name.
+        name. fallback: the member with the same steps in Python, for machines where nothing can call the compiled code.
     table: the kernels by the numbers that the wrapper uses. (An empty kernel is not in ``kernels``.)
     functions: of the Python text, by the numbers that the wrapper uses. names: the values they refer to. needs: the
         functions that every call needs, and the op of each.
@@ -91,6 +93,7 @@ class PackagedVariant:
     program: Word
     wrapper: Member
     text: Member
+    fallback: Member
     graph: Word
     kernels: tuple[KernelEntry, ...]
     table: tuple[Word, ...]

@@ -138,7 +138,7 @@ class Lane:
 
 
 RECORDER = Recorder()
-NO_EXTENSION = "what replays it is in reflib's C extension, which cannot be built here"
+NO_EXTENSION = "what replays it is in reflib's C extension, which is not to be had here"
 
 
 class Graphed:
