@@ -463,8 +463,11 @@ def _run(
 
 
 def _check_tables(m: manifest.Manifest, v: manifest.PackagedVariant, library: ctypes.CDLL) -> None:
-    wanted = manifest.tables_of(m, v).encode()
-    if not hasattr(library, manifest.TABLES) or (ctypes.c_char * 64).in_dll(library, manifest.TABLES).raw != wanted:
+    try:
+        found = (ctypes.c_char * 64).in_dll(library, manifest.TABLES).raw
+    except ValueError:
+        found = b""
+    if found != manifest.tables_of(m, v).encode():
         raise PackageError(f"the tables of its variant {v.arch} are not those that its host code uses; build it again")
 
 

@@ -177,7 +177,7 @@ def graph(
     returns them when the kernel is first called. functions: the pieces in Python. gpu: the device that is number 0 in
     the wrapper. unloads: machine code is unloaded with the graph; else a CUDA graph may keep using it.
     """
-    entry = ctypes.cast(library.reflib_call, ctypes.c_void_p).value
+    entry = ctypes.addressof(ctypes.c_char.in_dll(library, "reflib_call"))  # (``cast`` makes cycles)
     return extension().graph(
         name, entry, inputs, outputs, tuple(kernels), tuple(loaders), tuple(functions), tuple(objects),
         tuple(constants), tuple(address(s) for s in symbols), zeros, library, gpu, unloads,
