@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import IndexOutOfRange
+from ..errors import IndexOutOfRange, PackageError
 from ..wrap import host_ctypes
 from ..wrap.runtime import namespace
 from ..wrap.zeros import zeros
@@ -23,11 +23,17 @@ def names(
     first, usual = device.index or 0, namespace()
     out: dict[str, Any] = {name.partition(".")[2]: state[name] for name, _ in v.constants}
     out |= {k.name: (_late if k.late else _kernel)(k, facts) for k in v.kernels}
+    out["only_in_c"] = _only_in_c
     out["zeros"] = lambda number, stream, count: zeros(number + first, stream, count)
     if device.type == "cuda":
         out["device_guard"] = lambda number: usual["device_guard"](number + first)
         out["current_stream"] = lambda number: usual["current_stream"](number + first)
     return out
+
+
+def _only_in_c(op: str, symbol: str) -> None:
+    remedy = "register it, or install a C compiler and Python's headers"
+    raise PackageError(f"{op} is not registered here, and nothing can call its C function {symbol}: {remedy}")
 
 
 def _kernel(k: KernelEntry, facts: Facts) -> Callable[..., Any]:

@@ -58,12 +58,11 @@ ENTRY_FUNCTIONS = (
     "_ZN2at8autocast20set_autocast_enabledEN3c1010DeviceTypeEb",
 )  # fmt: skip
 WRAP = "_Z16THPVariable_WrapRKN2at10TensorBaseE"  # THPVariable_Wrap(const at::TensorBase&)
-# by FAILED_... in host.h, and one more
+# by FAILED_... in host.h, and of memory that is lacking
 ERRORS = (
     ReflibError, RuntimeError, DeviceError, IndexOutOfRange, ArgumentError, ReflibError, ReflibError,
     torch.OutOfMemoryError,
 )  # fmt: skip
-OUT_OF_MEMORY = len(ERRORS) - 1
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing", "-fwrapv", "-w")
 
 
