@@ -10,6 +10,7 @@ fatbins of kernels with the same name.
     model.reflib      a ZIP archive, weights not compressed (``archive.py``; a digest per member)
       manifest.json           ``manifest.py``: programs, variants, kernels, versions, digests
       wrapper/HASH.cpp, .so   a variant's host code, as text and compiled
+      wrapper/HASH.py         the same in Python, where nothing can call the compiled code, for lack of a C compiler
       kernels/k0_add.fatbin   a kernel's images for all architectures; or, where there is no ``fatbinary``,
       kernels/k0_add.sm_90.cubin, k0_add.ptx ...  one member per image
       kernels/HASH.so         the kernels of a variant for CPUs, in one library

@@ -35,7 +35,8 @@ from ..target import Target, parse_target
 from ..wrap.convention import Convention
 from ..wrap.cpp import CppPrinter
 from ..wrap.host import build_wrapper
-from ..wrap.indices import has_indirect
+from ..wrap.indices import has_indirect, where_indexed
+from ..wrap.python import PythonPrinter
 from . import archive, checks, describe, images, manifest, trees, weights
 from .architectures import PTX, PTX_SHARED, driver_for
 from .libraries import library_of
@@ -147,6 +148,7 @@ class _Making:
         self.kernels = list(dict.fromkeys(planned.kernels.values()))
         self.printer = CppPrinter(planned.program, planned.plan, planned.kernels, options.check_nan, shims)
         self.text = self.printer.print() + manifest.tables_line(self._tables())
+        self.fallback = self._in_python()
         self.wrapper = pool.submit(build_wrapper, self.text, (*toolchain.REPRODUCIBLE, *SMALL))
         first = alike(k for k in self.kernels if k.language == "triton" and k.grid != 0)
         made = {k: pool.submit(self._compile, k) for k in dict.fromkeys(first.values())}
@@ -162,23 +164,29 @@ class _Making:
     def variant(self) -> manifest.PackagedVariant:
         p, printer, arch = self.planned, self.printer, self.planned.arch
         late = fallback_kernels(p.program.nodes)
-        checked = {n.name for n in kernel_nodes(p.program.nodes) if has_indirect(n)}
+        checked = {n.name: where_indexed(n) for n in kernel_nodes(p.program.nodes) if has_indirect(n)}
         kernels = tuple(
-            self._gpu_kernel(k, k.name in late) if k.name in self.binaries else self._cpu_kernel(k, k.name in checked)
+            self._gpu_kernel(k, k.name in late) if k.name in self.binaries else self._cpu_kernel(k, checked.get(k.name))
             for name in printer.kernels for k in self.kernels if k.name == name and (k.grid != 0)
         )  # fmt: skip
-        wrapper, text, python = self._host_code()
         return manifest.PackagedVariant(
-            arch=arch, made_for=p.target.arch, program=p.kind, wrapper=wrapper, text=text,
+            arch=arch, made_for=p.target.arch, program=p.kind, **self._host_code(),
             graph=p.program.nodes[0].name if p.program.nodes else "empty",
             kernels=kernels, table=tuple(printer.kernels),
-            python=python, functions=tuple(printer.functions), needs=printer.needs,
+            functions=tuple(printer.functions), needs=printer.needs,
             names=_encoded(printer.names, "an operator's argument"), objects=_encoded(printer.objects, "a result"),
             symbols=tuple(printer.symbols), constants=tuple(map(self._constant, printer.constants)),
             cpu=self._features(),
             driver=self._driver(), unrecorded=self._unrecorded(), workspace=memory(p.program, p.plan).peak_bytes,
             arena=sizes_of_arenas(p.program, p.plan),
         )  # fmt: skip
+
+    def _in_python(self) -> str:
+        """The same steps for a machine where nothing can call C++. Its names are among the printer's."""
+        p = self.planned
+        printer = PythonPrinter(p.program, p.plan, p.kernels, self.options.check_nan)
+        printer.names = self.printer.names
+        return printer.print()
 
     def _tables(self) -> str:
         printer, buffers = self.printer, self.planned.program.buffers
@@ -197,17 +205,18 @@ class _Making:
     def _constant(self, name: str) -> tuple[str, str]:
         return self.constant(name), self.planned.program.buffers[name].device.type
 
-    def _host_code(self) -> tuple[str, str, str]:
-        """Members: compiled, as text, and its part in Python. Variants with the same host code share them."""
+    def _host_code(self) -> dict[str, str]:
+        """Members, by the field of the variant. Variants with the same host code share them."""
         name = _name(toolchain._without_comments(self.text))
-        wrapper, text = f"wrapper/{name}.so", f"wrapper/{name}.cpp"
-        self.members[wrapper] = self.wrapper.result().read_bytes()
-        self.members[text] = self.text.encode()
-        if not self.printer.python:
-            return wrapper, text, ""
-        python = f"wrapper/{_name(self.printer.python)}.py"
-        self.members[python] = self.printer.python.encode()
-        return wrapper, text, python
+        python = self.printer.python.encode()
+        found = {
+            "wrapper": (f"{name}.so", self.wrapper.result().read_bytes()), "text": (f"{name}.cpp", self.text.encode()),
+            "python": (f"{_name(python)}.py", python) if python else ("", b""),
+            "fallback": (f"{_name(self.fallback)}.py", self.fallback.encode()),
+        }  # fmt: skip
+        members = {field: (f"wrapper/{name}", data) for field, (name, data) in found.items() if name}
+        self.members |= dict(members.values())
+        return {field: member for field, (member, _) in members.items()}
 
     # -- kernels --------------------------------------------------------------------------------
     def _gpu_kernel(self, k: Kernel, late: bool) -> manifest.KernelEntry:
@@ -247,8 +256,9 @@ class _Making:
         around = f"a package's calls are recorded whole, and {'; '.join(why)}" if len(parts) > 1 else ""
         return reason(self.planned.program, parts, self.options) or around
 
-    def _cpu_kernel(self, k: Kernel, checked: bool) -> manifest.KernelEntry:
-        return manifest.KernelEntry(k.name, self._library_member(), k.name, checked=checked)
+    def _cpu_kernel(self, k: Kernel, where: str | None) -> manifest.KernelEntry:
+        checked = where is not None
+        return manifest.KernelEntry(k.name, self._library_member(), k.name, checked=checked, where=where or "")
 
     def _library_member(self) -> str:
         assert self.library is not None
@@ -308,12 +318,9 @@ def _weights(
 def _program(c: Convention, names: tuple[str, ...]) -> manifest.Program:
     for a in c.arguments:
         _encoded(a.value, f"argument {a.name}")  # raises for a value that a file cannot hold
-    return manifest.Program(
-        inputs=c.inputs, arguments=c.arguments, outputs=c.outputs, guards=c.guards, written=c.written,
-        arguments_tree=trees.text(c.in_spec, "arguments"), result_tree=trees.text(c.out_spec, "result"),
-        ranges=c.ranges, devices=c.devices, names=names, results=describe.results(c.out_spec),
-        conditions=describe.guards(c),
-    )  # fmt: skip
+    specs = {"in_spec": trees.text(c.in_spec, "arguments"), "out_spec": trees.text(c.out_spec, "result")}
+    said = {"results": describe.results(c.out_spec), "conditions": describe.guards(c)}
+    return manifest.Program(**vars(c) | specs | said, names=names)
 
 
 def _encoded(x: Any, what: str) -> Any:

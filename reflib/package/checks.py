@@ -56,7 +56,7 @@ def _program(p: Program) -> None:
 
 
 def _variant(m: Manifest, v: PackagedVariant, members: Mapping[str, int]) -> None:
-    named = [v.wrapper, v.text, *([v.python] if v.python else []), *{k.image: None for k in v.kernels}]
+    named = [v.wrapper, v.text, v.fallback, *([v.python] if v.python else []), *{k.image: None for k in v.kernels}]
     if missing := [n for n in named if not is_member(n) or n not in members]:
         raise _wrong(f"the variant {v.arch} names the member {missing[0]!r:.80}, which the file does not have")
     kernels = [k.name for k in v.kernels]

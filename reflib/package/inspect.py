@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -49,7 +49,7 @@ class Table:
 
     title: str
     heads: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    rows: Sequence[tuple[str, ...]]
     note: str = ""
 
 
@@ -170,7 +170,7 @@ class Inspection:
             rows.append(("C functions", ", ".join(symbols)))
         rows += [("metadata", f"{name}: {text}") for name, text in m.metadata.items()]
         rows += [("library", f"{lib.op}: first {lib.remedy}") for lib in m.libraries]
-        return _table(str(self.path.name), ("", ""), rows)
+        return Table(str(self.path.name), ("", ""), rows)
 
     def _python(self) -> str:
         """The ops for which host code needs an interpreter."""
@@ -181,8 +181,8 @@ class Inspection:
 
     def _inputs(self) -> Table:
         held = dict.fromkeys(said for p in self.manifest.programs.values() for said in p.conditions)
-        note = "\n".join(_clean(f"holds of the sizes: {said}") for said in held)
-        return _table("inputs", ("name", "dtype", "shape", "range", "device"), self.inputs, note)
+        note = "\n".join(f"holds of the sizes: {said}" for said in held)
+        return Table("inputs", ("name", "dtype", "shape", "range", "device"), self.inputs, note)
 
     def _weights(self) -> Table:
         found: dict[tuple[str, str], list[int]] = {}
@@ -190,7 +190,7 @@ class Inspection:
             found.setdefault((w.kind, w.dtype), []).append(w.bytes)
         rows = [(kind, dtype, f"{len(of):,}", f"{sum(of):,}") for (kind, dtype), of in sorted(found.items())]
         note = "Bytes of each tensor alone; tensors that share memory are in the file once."
-        return _table("weights", ("kind", "dtype", "tensors", "bytes"), rows, note)
+        return Table("weights", ("kind", "dtype", "tensors", "bytes"), rows, note)
 
     def _variants(self) -> Table:
         rows = [
@@ -202,8 +202,8 @@ class Inspection:
         found = ((v.arch, d, size) for v in self.manifest.variants for d, size in v.arena.items())
         arenas = [f"{arch}: an arena of {size} bytes on {d}" for arch, d, size in found]
         said = [f"{v.arch}: calls are not recorded: {v.unrecorded}" for v in self.manifest.variants if v.unrecorded]
-        note = "\n".join(["Sizes in bytes. Variants with the same host code share it.", *map(_clean, [*arenas, *said])])
-        return _table("variants", heads, rows, note)
+        note = "\n".join(["Sizes in bytes. Variants with the same host code share it.", *arenas, *said])
+        return Table("variants", heads, rows, note)
 
     def _needs(self, v: PackagedVariant) -> str:
         if v.arch.startswith("gfx"):
@@ -222,7 +222,7 @@ class Inspection:
         rows += [("all", *(f"{self.machine_code(v):,}" for v in self.manifest.variants))] if rows else []
         note = "Bytes of machine code; of ptx: of text."
         note += " Late ones are loaded when a call first needs them." if late else ""
-        return _table("kernels", ("kernel", *archs), rows, note)
+        return Table("kernels", ("kernel", *archs), rows, note)
 
     def _gpus(self) -> Table:
         rows = list(self.gpus.items())
@@ -232,7 +232,7 @@ class Inspection:
             if v.arch == "cpu":
                 rows.append((f"a CPU ({host[1]})", "machine code" + (f" for {', '.join(v.cpu)}" if v.cpu else "")))
         note = "" if here == host else f"Its host code is for {host[0]} on {host[1]}, this is {here[0]} on {here[1]}."
-        return _table("what runs where", ("GPU", "runs"), rows, note)
+        return Table("what runs where", ("GPU", "runs"), rows, note)
 
     def _sizes(self) -> Table:
         rows = [(what, f"{n:,}", f"{n / self.size:.1%}") for what, n in self.sizes.items()]
@@ -240,7 +240,7 @@ class Inspection:
         ratio = f"{self.overhead:.2f} times its machine code" if self.sizes["machine code"] else "all but machine code"
         note = f"Without its weights the file is {ratio}. Containers: what fatbins add, less what they compress."
         note += " Compression: bytes saved in the file."
-        return _table("bytes", ("what", "bytes", "share"), rows, note)
+        return Table("bytes", ("what", "bytes", "share"), rows, note)
 
     def __str__(self) -> str:
         return "\n\n".join(map(_text, self.tables))
@@ -277,15 +277,6 @@ def _value(value: Any, ranges: Mapping[str, str]) -> str:
 
 
 # -- tables as text and as HTML -------------------------------------------------------------------------
-def _table(title: str, heads: tuple[str, ...], rows: Any, note: str = "") -> Table:
-    """Cells may come from any file: control characters for a terminal are replaced."""
-    return Table(_clean(title), tuple(map(_clean, heads)), tuple(tuple(map(_clean, r)) for r in rows), note)
-
-
-def _clean(text: str) -> str:
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
 def _numeric(column: tuple[str, ...]) -> bool:
     return all(re.fullmatch(r"-?[\d,.]*%?|in \.so", cell) for cell in column) and any(column)
 

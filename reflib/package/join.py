@@ -52,8 +52,8 @@ def _member(model: str, member: str) -> str:
 
 def _variant(model: str, v: PackagedVariant) -> PackagedVariant:
     kernels = tuple(replace(k, image=_member(model, k.image)) for k in v.kernels)
-    wrapper, text, python = (_member(model, n) for n in (v.wrapper, v.text, v.python))
-    return replace(v, kernels=kernels, wrapper=wrapper, text=text, python=python)
+    wrapper, text, python, fallback = (_member(model, n) for n in (v.wrapper, v.text, v.python, v.fallback))
+    return replace(v, kernels=kernels, wrapper=wrapper, text=text, python=python, fallback=fallback)
 
 
 def _tensors(opened: Mapping[str, tuple[archive.Archive, Manifest]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

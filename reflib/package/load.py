@@ -1,6 +1,6 @@
 """Loading a package: check it, choose the variant for the device, map the weights, bind the tables.
 
-A loaded package is called as a compiled ExportedProgram is: through ``host.entry``, from C to C++, without Dynamo.
+A loaded package is called as a compiled ExportedProgram is (``wrap/exported.py``): from C to C++, without Dynamo.
 Nothing is written to disk: code is unpacked in memory, machine code for the driver, host code into an anonymous file,
 because the system's loader maps files. Weights on a CPU are the mapped pages themselves, so processes on a host share
 them; pages that a process writes to (buffers that the model updates) become its own.
@@ -18,7 +18,7 @@ import os
 import platform
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,7 +35,7 @@ from ..wrap.exported import ExportedCallable
 from ..wrap.runtime import namespace
 from ..wrap.wrap import Wrapped
 from ..wrap.zeros import zeros
-from . import archive, manifest, trees, weights
+from . import archive, in_python, manifest, trees, weights
 from .architectures import variant_for
 from .build import cpu_features
 from .rank_files import check_groups, own_file
@@ -125,7 +125,7 @@ class Model:
             libraries.close()
             raise
         self._state, self._convention = state, convention
-        call, recorded = Wrapped(lambda: graph, checks_inputs=True), None
+        call, recorded = Wrapped(lambda: graph, checks_inputs=host.extension() is not None), None
         if about.options.get("cuda_graphs"):
             from .recorded import recorded_calls
 
@@ -335,9 +335,8 @@ def convention_of(p: manifest.Program, device: torch.device) -> Convention:
         replace(a, tensor=replace(a.tensor, device=device)) if a.tensor and a.tensor.device.type == "cuda" else a
         for a in p.arguments
     )
-    in_spec = trees.tree(p.arguments_tree, len(arguments))
-    out_spec = trees.tree(p.result_tree, len(p.outputs))
-    return Convention(p.inputs, arguments, p.outputs, in_spec, out_spec, p.ranges, p.devices, p.guards, p.written)
+    in_spec, out_spec = trees.tree(p.in_spec, len(arguments)), trees.tree(p.out_spec, len(p.outputs))
+    return replace(p, arguments=arguments, in_spec=in_spec, out_spec=out_spec)
 
 
 def _weights(
@@ -423,41 +422,52 @@ def _graph(
             raise PackageError(f"its library {k.image} has no function {k.symbol}; build the package again")
         return ctypes.cast(made, ctypes.c_void_p).value, k.checked
 
+    _check_symbols(m, v)
+    if host.extension() is None:
+        names = _names(v) | in_python.names(v, state, device, facts)
+        (call,) = _run(file, v.fallback, names, m, device, ("call",))
+        weakref.finalize(call, libraries.close).atexit = False
+        return call
     listed = [(name, by_name.get(name)) for name in v.table]
     kernels = [(name, None if k is None or k.late else facts(k)) for name, k in listed]
     loaders = [None if k is None or not k.late else functools.partial(_untraced(facts), k) for _, k in listed]
-    functions = _functions(file, m, v, device)
-    _check_symbols(m, v)
+    functions = _run(file, v.python, _names(v), m, device, v.functions)
     library = libraries.open(v.wrapper, file.view(v.wrapper))
     _check_tables(m, v, library)
-    wrapper = host.WrapperLibrary(library)  # (kept by the graph)
-    weakref.finalize(wrapper, libraries.close).atexit = False  # other code may still call it then
+    weakref.finalize(library, libraries.close).atexit = False  # (the graph keeps it; other code may call it then)
     return host.graph(
-        wrapper, v.graph, len(program.inputs), len(program.outputs), kernels, loaders,
-        list(map(_untraced, functions)), [decode(o) for o in v.objects], [state[name] for name, _ in v.constants],
-        v.symbols, zeros, device.index or 0, unloads=True,
+        library, v.graph, len(program.inputs), len(program.outputs), kernels, loaders, functions,
+        [decode(o) for o in v.objects], [state[name] for name, _ in v.constants], v.symbols, zeros, device.index or 0,
+        unloads=True,
     )  # fmt: skip
 
 
-def _functions(
-    file: archive.Archive, m: manifest.Manifest, v: manifest.PackagedVariant, device: torch.device
-) -> list[Callable[..., Any]]:
-    """The Python functions that the wrapper calls, by its numbers."""
-    names = namespace() | {n: decode(x) for n, x in v.names.items()}
-    text = bytes(file.view(v.python)).decode() if v.python else ""
+def _names(v: manifest.PackagedVariant) -> dict[str, Any]:
+    return namespace() | {n: decode(x) for n, x in v.names.items()} | {"only_in_c": _only_in_c}
+
+
+def _run(
+    file: archive.Archive, member: str, names: dict[str, Any], m: manifest.Manifest, device: torch.device,
+    wanted: Sequence[str],
+) -> list[Callable[..., Any]]:  # fmt: skip
+    """Functions that a member defines, which is text in Python."""
+    text = bytes(file.view(member)).decode() if member else ""
     text = text.replace("torch.device('cuda:0')", f"torch.device('{device}')")
     for lib in m.libraries:
         if lib.symbol and not _registered(lib.op):  # the op would only explain an error of its C function
             text = text.replace(f" = torch.ops.{lib.op}\n", f" = only_in_c({lib.op!r}, {lib.symbol!r})\n")
     try:
-        return host.functions_of(text, names | {"only_in_c": _only_in_c}, v.functions)
+        return list(map(_untraced, host.functions_of(text, names, wanted)))
     except Exception as e:  # it is code, which may raise anything
         raise PackageError(f"its Python text cannot be run ({type(e).__name__}: {e}): build it again") from e
 
 
 def _check_tables(m: manifest.Manifest, v: manifest.PackagedVariant, library: ctypes.CDLL) -> None:
-    wanted = manifest.tables_of(m, v).encode()
-    if not hasattr(library, manifest.TABLES) or (ctypes.c_char * 64).in_dll(library, manifest.TABLES).raw != wanted:
+    try:
+        found = (ctypes.c_char * 64).in_dll(library, manifest.TABLES).raw
+    except ValueError:
+        found = b""
+    if found != manifest.tables_of(m, v).encode():
         raise PackageError(f"the tables of its variant {v.arch} are not those that its host code uses; build it again")
 
 

@@ -22,7 +22,7 @@ import torch
 from ..errors import DeviceError, PackageError, ReflibError
 from ..ir.data import decode, encode
 from ..ir.expr import Expr, Sym
-from ..wrap.convention import Argument, Guard, Output
+from ..wrap.convention import Convention
 from . import archive
 from .archive import Entry
 from .weights import Span, Weight
@@ -36,23 +36,14 @@ Member = Annotated[str, re.compile(archive.NAME.pattern + "|", re.ASCII)]  # "":
 
 
 @dataclass(frozen=True)
-class Program:
-    """How a captured graph is called: a ``wrap.convention.Convention``, but ``arguments_tree`` and ``result_tree`` are
-    torch's pytree specs, as JSON text, and GPUs are cuda:0.
+class Program(Convention):
+    """How a captured graph is called; ``in_spec`` and ``out_spec`` are torch's JSON text of them (``trees.py``), and
+    GPUs are cuda:0.
 
     names: of the arguments by position, as in the model. results: how Python reads each result. conditions: the guards,
         in terms of arguments.
     """
 
-    inputs: tuple[str, ...]
-    arguments: tuple[Argument, ...]
-    outputs: tuple[Output, ...]
-    arguments_tree: str
-    result_tree: str
-    ranges: dict[str, tuple[int, int | None]]
-    devices: tuple[str, ...]
-    guards: tuple[Guard, ...] = ()
-    written: tuple[Output, ...] = ()
     names: tuple[str, ...] = ()
     results: tuple[str, ...] = ()
     conditions: tuple[str, ...] = ()
@@ -62,7 +53,8 @@ class Program:
 class KernelEntry:
     """A kernel as it is launched. ``image``: the member with its machine code. ``symbol``: its function's name there.
     ``threads``, ``shared`` (bytes), ``early``: of a launch on a GPU. ``late``: a fallback, loaded when a call first
-    needs it. ``checked``: on a CPU, it reports an index outside its tensor. ``bytes``: of the machine code."""
+    needs it. ``checked``: on a CPU, it reports an index outside its tensor, which ``where`` says the place of.
+    ``bytes``: of the machine code."""
 
     name: Word
     image: Member
@@ -72,6 +64,7 @@ class KernelEntry:
     early: bool = False
     late: bool = False
     checked: bool = False
+    where: str = ""
     bytes: int = 0
 
 
@@ -82,7 +75,7 @@ class PackagedVariant:
     a key of ``Manifest.programs``.
 
     wrapper, text, python: members: the compiled host code, its source, and the part of it in Python (or ""). graph: its
-        name.
+        name. fallback: the member with the same steps in Python, for machines where nothing can call the compiled code.
     table: the kernels by the numbers that the wrapper uses. (An empty kernel is not in ``kernels``.)
     functions: of the Python text, by the numbers that the wrapper uses. names: the values they refer to. needs: the
         functions that every call needs, and the op of each.
@@ -100,6 +93,7 @@ class PackagedVariant:
     program: Word
     wrapper: Member
     text: Member
+    fallback: Member
     graph: Word
     kernels: tuple[KernelEntry, ...]
     table: tuple[Word, ...]

@@ -10,15 +10,13 @@ from ..wrap import cuda_graphs, host
 from ..wrap.convention import Convention
 from .manifest import PackagedVariant
 
-NO_ENTRIES = "what compares their arguments needs reflib's C extension, and functions that this torch has not"
-
 
 def recorded_calls(
     graph: Callable[[list], tuple], c: Convention, v: PackagedVariant, device: torch.device, what: str
 ) -> cuda_graphs.Recorded | None:
     """``graph``, whose calls are recorded (``wrap.cuda_graphs``); None where they cannot be."""
-    if device.type != cuda_graphs.RECORDER.kind or v.unrecorded or not host.has_entries():
-        why = v.unrecorded or (NO_ENTRIES if device.type == cuda_graphs.RECORDER.kind else "it runs on a CPU")
+    why = v.unrecorded or ("" if host.has_entries() else cuda_graphs.NO_EXTENSION)
+    if why := why if device.type == cuda_graphs.RECORDER.kind else "it runs on a CPU":
         logger("cuda_graphs").info("calls of %s are not recorded: %s", what, why)
         return None
     given = [i for i, name in enumerate(c.inputs) if not name]

@@ -62,12 +62,12 @@ def in_cpp(options: Options) -> bool:
     """Is the host code to be C++? Raises ToolchainError where it must be and cannot."""
     if options.wrapper == "python":
         return False
-    from .host import why_not
+    from .host import extension, why_not
 
     why = why_not()
     if why and options.wrapper == "cpp":
         raise ToolchainError(f'wrapper="cpp" needs a C++ compiler; "auto" does without: {why}')
-    if why:
+    if why := why or ("" if extension() else "there is no C extension here that could call one in C++"):
         logger("wrapper").info("the wrapper is in Python: %s", why)
     return not why
 
@@ -75,9 +75,8 @@ def in_cpp(options: Options) -> bool:
 def _wrap_cpp(program: Program, plan: Plan, kernels: Kernels, options: Options, built: Built) -> tuple[str, Wrapped]:
     from .aten import declared
     from .cpp import CppPrinter
-    from .host import compile_wrapper, extension, functions_of, graph
+    from .host import compile_wrapper, functions_of, graph
 
-    _pool().submit(extension)
     printer = CppPrinter(program, plan, kernels, options.check_nan, declared(options.c_shims))
     source = printer.print()
     logger("wrapper").info("%s", source)

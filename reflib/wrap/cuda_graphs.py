@@ -71,7 +71,7 @@ def cuda_graphs(call: Callable[..., Any], what: Any, inputs: Sequence[Any], opti
     if not options.cuda_graphs or options.target is not None or isinstance(what, torch.fx.GraphModule):
         return call
     parts = cut(what.scheduled, RECORDER.kind, what)
-    if why := reason(what.scheduled, parts, options):
+    if why := reason(what.scheduled, parts, options) or host.replays() is None and NO_EXTENSION:
         logger("cuda_graphs").info("the %s graph is not recorded: %s", what.graph.name, why)
         return call
     return Graphed(call, what, parts)
@@ -138,6 +138,7 @@ class Lane:
 
 
 RECORDER = Recorder()
+NO_EXTENSION = "what replays it is in reflib's C extension, which is not to be had here"
 
 
 class Graphed:
@@ -205,9 +206,8 @@ def _recorded(
 
 class Recording:
     """One recorded call. ``run``: replays it for a list of inputs, which it empties, and returns the outputs; None if
-    it does not fit them. ``quick``: the same, comparing all that differs between signatures too; None without the C
-    extension. ``into``: where the inputs ``copied`` are copied to; the others are fixed. ``results``: memory that
-    ``call`` is given for what it returns, after its inputs."""
+    it does not fit them (``host_replay.c``). ``copied``: inputs that are copied into memory of the recording's own; the
+    others are fixed. ``results``: memory that ``call`` is given for what it returns, after its inputs."""
 
     def __init__(
         self, call: Call, args: list, copied: list[int], results: list[torch.Tensor], lane: Any, shared: bool,
@@ -225,53 +225,21 @@ class Recording:
         del outputs, mine, held
         counts = tuple((s._cdata, use_count(s._cdata), s) for s in storages)  # (they count themselves: kept)
         copy = (lambda given: torch._foreach_copy_(into, [_flat(given[i]) for i in copied])) if into else None
-        self.quick = self._quick(args, copied, counts, copy, replay, made, inputs, call)
-        self.run = self.quick or _run(_fixed(args, copied), counts, copy, replay, made)
+        letters = dict.fromkeys(inputs.numbers, "n") | dict.fromkeys(inputs.tensors, "f") | dict.fromkeys(copied, "c")
+        kinds = "".join(letters.get(i, "-") for i in range(len(args)))
+        sized = inputs.dynamic or inputs.unchecked
+        layouts = [(*x.shape, *x.stride()) if sized and isinstance(x, torch.Tensor) else None for x in args]
+        wanted = tuple(layout if isinstance(x, torch.Tensor) else x for layout, x in zip(layouts, args))
+        replayed = host.replays()
+        assert replayed is not None, NO_EXTENSION
+        self.run = replayed(
+            kinds.encode(), tuple(x.data_ptr() if kind == "f" else 0 for x, kind in zip(args, kinds)), wanted,
+            tuple(x if i in inputs.unchecked else None for i, x in enumerate(args)), use_count, counts, copy, replay,
+            made, call, *RECORDER.place(inputs.device),
+        )  # fmt: skip
         owned = {s.data_ptr() for s in storages}
         OWNED.update(owned)
         weakref.finalize(self, OWNED.difference_update, owned)
-
-    def _quick(
-        self, args: list, copied: list[int], counts: tuple, copy: Any, replay: Any, made: tuple, inputs: Inputs,
-        call: Call,
-    ) -> Callable[[list], Any] | None:  # fmt: skip
-        make = host.replays()
-        if make is None:
-            return None
-        letters = dict.fromkeys(inputs.numbers, "n") | dict.fromkeys(inputs.tensors, "f") | dict.fromkeys(copied, "c")
-        kinds = "".join(letters.get(i, "-") for i in range(len(args))).encode()
-        fixed, sized = dict(_fixed(args, copied)), inputs.dynamic or inputs.unchecked
-        layouts = [(*x.shape, *x.stride()) if sized and isinstance(x, torch.Tensor) else None for x in args]
-        wanted = tuple(layout if isinstance(x, torch.Tensor) else x for layout, x in zip(layouts, args))
-        like = tuple(x if i in inputs.unchecked else None for i, x in enumerate(args))
-        return make(
-            kinds, tuple(fixed.get(i, 0) for i in range(len(args))), wanted, like, use_count, counts, copy, replay,
-            made, call, *RECORDER.place(inputs.device),
-        )  # fmt: skip
-
-
-def _fixed(args: list, copied: list[int]) -> list[tuple[int, int]]:
-    return [(i, x.data_ptr()) for i, x in enumerate(args) if isinstance(x, torch.Tensor) and i not in copied]
-
-
-def _run(
-    fixed: list[tuple[int, int]], counts: tuple, copy: Any, replay: Callable[[], Any], made: tuple
-) -> Callable[[list], Any]:
-    """What ``host_replay.c`` does, for inputs of the same signature."""
-
-    def run(args: list) -> list[Any] | None:
-        if any(args[i].data_ptr() != address for i, address in fixed):
-            return None
-        if any(use_count(storage) != count for storage, count, _ in counts):
-            return None
-        if copy is not None:
-            copy(args)
-        replay()
-        outputs = [_made(how, args) for how in made]
-        args.clear()
-        return outputs
-
-    return run
 
 
 @dataclass(frozen=True)
@@ -368,7 +336,7 @@ class Recorded:
     def _by(self, recordings: Sequence[Recording], args: list) -> Sequence[Any] | None:
         for recording in recordings:
             if (outputs := recording.run(args)) is not None:
-                self.quick = recording.quick or _none
+                self.quick = recording.run
                 return outputs
         return None
 
@@ -487,12 +455,6 @@ def _output(x: Any, args: list) -> Any:
         return i
     sizes, strides, further = x.shape, x.stride(), x.storage_offset() - args[i].storage_offset()
     return lambda given: as_view(given[i], sizes, strides, further)
-
-
-def _made(how: Any, args: list) -> Any:
-    if isinstance(how, torch.Tensor):
-        return how.detach()
-    return how[0] if isinstance(how, tuple) else args[how] if isinstance(how, int) else how(args)
 
 
 def _none(args: list) -> None:

@@ -6,13 +6,9 @@ C object that copies its arguments into an array and calls the driver: about a m
     add = load(binary)                         # a compile_triton.Binary
     add(stream, grid, *pointers, *sizes)       # ints; returns at once
 
-A launch takes: the kernel's handle (its image is loaded into a CUDA context once), a grid, the arguments as 64-bit
-values, a stream, bytes of dynamic shared memory, the address of scratch memory for kernels that need it, and a launch
-attribute for kernels that may start early (programmatic dependent launch). ``facts`` has all of it but the grid, the
-arguments and the stream. Three callers pass these on: Python wrappers call ``load``'s result, C++ wrappers launch from
-C (``host_graph.c``), exported programs without Python (``package/cpp/gpu.cpp``). All three end in ``cuda_driver.h``,
-which declares the driver's functions by hand; ``host.c`` has the Python callable, ``host_ctypes`` the one for
-machines without a C compiler. ``REFLIB_LIBCUDA`` names another driver library (tests use a stand-in).
+``facts`` has what a launch takes beyond these. Python wrappers call ``load``'s result, C++ wrappers launch from C
+(``host_graph.c``), exported programs without Python (``package/cpp/gpu.cpp``): all end in ``cuda_driver.h``, which
+declares the driver's functions by hand. ``REFLIB_LIBCUDA`` names another driver library (tests use a stand-in).
 """
 
 from __future__ import annotations

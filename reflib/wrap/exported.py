@@ -2,7 +2,7 @@
 writes to the buffers and arguments that the model mutates.
 
 The fast path is for a graph that checks its arguments itself, as a C++ wrapper does (sizes, and what was assumed of
-them, included), and needs the C extension. ``host.entry`` calls it from C; where arguments are not all positional, or
+them, included), and needs the C extension. Its ``entry`` calls it from C; where arguments are not all positional, or
 results are not simply returned, a printed Python function (``structure.py``) runs before and after. A call that either
 of them rejects falls back to the slow path, which revalidates every argument in Python: it raises a precise error, or
 copies tensors that only have other strides.
@@ -81,8 +81,8 @@ class ExportedCallable:
 
     # -- the fast path ------------------------------------------------------------------------------
     def _fast(self, graph: Callable[[list], tuple] | None) -> Callable[..., Any]:
-        c, entry = self.convention, host.entry
-        head = [self._weights[name] for name in c.inputs if name]
+        c, entry = self.convention, host.extension().entry
+        head = tuple(self._weights[name] for name in c.inputs if name)
         kinds = "".join(map(_kind, c.arguments)).encode()
         names: dict[str, Any] = {"apart": self._apart, "slow": self._slow, "refused": _refused}
         names |= {"may_write": self._may_write, "written": torch.autograd.graph.increment_version}
@@ -215,7 +215,7 @@ def _refuse(*args: Any) -> Any:
     return _refused
 
 
-def _replaying(of: Callable[[], Any], head: list[Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def _replaying(of: Callable[[], Any], head: Sequence[Any], plain: Callable[..., Any]) -> Callable[..., Any]:
     """``plain``, but what was recorded is replayed. Where nothing fits, the slow path checks the arguments, so that
     only a good call is recorded."""
 
@@ -235,7 +235,7 @@ def _replaying(of: Callable[[], Any], head: list[Any], plain: Callable[..., Any]
 
 
 def _kind(a: Argument) -> str:
-    """The argument's letter in ``host.entry``."""
+    """The argument's letter: t, a plain tensor; i, an int; -, one that the graph does not read."""
     return "t" if a.tensor is not None else "i" if isinstance(a.value, Sym) else "-"
 
 

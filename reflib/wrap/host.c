@@ -1,12 +1,6 @@
 /* reflib's C extension: kernels as Python callables of ints (this file), and C++ wrappers as Python callables of
-   tensors (host_graph.c). One module, compiled once per machine and version of Python; ctypes versions of the same
-   callables (host_ctypes.py) serve machines without a C compiler.
-
-   What a launch takes: the kernel's handle (an image is loaded at the first launch), a grid, the arguments as 64-bit
-   values, the stream, bytes of dynamic shared memory (above 48 KiB an attribute of the kernel), Triton's two hidden
-   pointers (the first to scratch memory, for kernels that need it), and a launch attribute for kernels that may start
-   before the previous one has finished. cuda_driver.h does this for all callers: Python wrappers (`launcher`, below),
-   C++ wrappers (`launch_kernel` in host_graph.c) and exported programs (package/cpp/gpu.cpp). */
+   tensors (host_graph.c). One module, compiled once per machine and version of Python. cuda_driver.h launches for both,
+   and for exported programs (package/cpp/gpu.cpp). */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <pthread.h>
@@ -77,6 +71,16 @@ static int start_kernel(const Kernel *k, int64_t grid, void *stream, void **para
     CUresult r = driver_launch(&cuda, k, grid, (CUstream)stream, params);
     if (__builtin_expect(r != 0, 0)) driver_error(&cuda, r, text, size);
     return r ? -1 : 0;
+}
+
+/* A type of callables, whose members begin with where their vectorcall is. traverse: of what may be in cycles. */
+#define VECTORCALL(type) {"__vectorcalloffset__", T_PYSSIZET, offsetof(type, vectorcall), READONLY, NULL}
+static PyTypeObject *new_type(const char *name, int size, PyMemberDef *members, destructor end, traverseproc traverse) {
+    PyType_Slot slots[] = {{Py_tp_dealloc, end}, {Py_tp_call, PyVectorcall_Call}, {Py_tp_members, members},
+                           {traverse ? Py_tp_traverse : 0, traverse}, {0, NULL}};
+    unsigned flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION;
+    PyType_Spec spec = {name, size, 0, flags | (traverse ? Py_TPFLAGS_HAVE_GC : 0), slots};
+    return (PyTypeObject *)PyType_FromSpec(&spec);
 }
 
 /* -- kernels called from Python ----------------------------------------------------------------------------------- */
@@ -167,16 +171,11 @@ static void callable_dealloc(PyObject *self) {
 }
 
 static PyMemberDef callable_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Callable, vectorcall), READONLY, NULL},
+    VECTORCALL(Callable),
     {"nargs", T_PYSSIZET, offsetof(Callable, nargs), READONLY, "arguments (after a GPU kernel's stream and grid)"},
     {"name", T_OBJECT, offsetof(Callable, name), READONLY, "the kernel's name"},
     {NULL},
 };
-static PyType_Slot callable_slots[] = {
-    {Py_tp_dealloc, callable_dealloc}, {Py_tp_call, PyVectorcall_Call}, {Py_tp_members, callable_members}, {0, NULL}};
-static PyType_Spec callable_spec = {
-    "_reflib_host.Callable", sizeof(Callable), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, callable_slots};
 static PyTypeObject *callable_type;
 
 static Callable *new_callable(vectorcallfunc call, PyObject *name, Py_ssize_t nargs, PyObject *owner) {
@@ -225,6 +224,6 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_reflib_host", NULL,
 
 PyMODINIT_FUNC PyInit__reflib_host(void) {
     PyObject *m = PyModule_Create(&module);
-    callable_type = (PyTypeObject *)PyType_FromSpec(&callable_spec);
+    callable_type = new_type("_reflib_host.Callable", sizeof(Callable), callable_members, callable_dealloc, NULL);
     return m && callable_type && !graph_types() ? m : NULL;
 }

@@ -3,9 +3,9 @@
 The C extension (``host.c``, with ``host_graph.c`` and ``host_entry.c``) makes the calls; it needs Python's headers and
 no others. PyTorch's functions are found by name in the libraries that torch has loaded.
 
-Without Python.h or a C compiler (a package is loaded so, for example), and where this torch or Python lays out its
-objects in an unknown way, ``host_ctypes.py`` takes the extension's place. Without a C++ compiler, or with an older
-torch, ``why_not`` says so, and wrappers are in Python.
+Without Python.h or a C compiler, and where this torch or Python lays out its objects in an unknown way, there is no
+extension, and wrappers are in Python; a package has its wrapper's text in Python for this. Without a C++ compiler, or
+with an older torch, ``why_not`` says so.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ import torch
 
 from .. import toolchain
 from ..errors import ArgumentError, DeviceError, IndexOutOfRange, ReflibError, ToolchainError
-from . import native
+from . import host_ctypes, native
 from .native import once
 
 HERE = Path(__file__).parent
@@ -58,12 +58,11 @@ ENTRY_FUNCTIONS = (
     "_ZN2at8autocast20set_autocast_enabledEN3c1010DeviceTypeEb",
 )  # fmt: skip
 WRAP = "_Z16THPVariable_WrapRKN2at10TensorBaseE"  # THPVariable_Wrap(const at::TensorBase&)
-# by FAILED_... in host.h, and one more
+# by FAILED_... in host.h, and of memory that is lacking
 ERRORS = (
     ReflibError, RuntimeError, DeviceError, IndexOutOfRange, ArgumentError, ReflibError, ReflibError,
     torch.OutOfMemoryError,
 )  # fmt: skip
-OUT_OF_MEMORY = len(ERRORS) - 1
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing", "-fwrapv", "-w")
 
 
@@ -95,13 +94,10 @@ def _loaded(path: str) -> ctypes.CDLL | None:
 
 @once
 def extension() -> Any:
-    """The extension, told what all graphs share; ``host_ctypes`` where there is none that suits this torch."""
-    from . import host_ctypes
-
+    """The extension, told what all graphs share; None where there is none that suits this torch."""
     module = native.extension()
     if module is host_ctypes or not _layout_is_known() or not address(WRAP):
-        host_ctypes.driver(native.libcuda(), DeviceError)
-        return host_ctypes
+        return None
     module.setup(
         torch.Tensor, torch.nn.Parameter, tuple(address(n) for n, _ in FUNCTIONS), _entry_functions(), address(WRAP),
         ERRORS, described,
@@ -149,16 +145,9 @@ def lacking() -> str:
     return next((n for n, where in FUNCTIONS if where == "cpu" and not address(n)), "")
 
 
-class WrapperLibrary:
-    """A compiled wrapper, loaded. ``entry``: the address of ``reflib_call``."""
-
-    def __init__(self, library: ctypes.CDLL):
-        self.entry = ctypes.cast(library.reflib_call, ctypes.c_void_p).value
-
-
-def compile_wrapper(source: str) -> WrapperLibrary:
+def compile_wrapper(source: str) -> ctypes.CDLL:
     """The text as a loaded library, through the cache. Raises ToolchainError."""
-    return WrapperLibrary(ctypes.CDLL(str(build_wrapper(source))))
+    return ctypes.CDLL(str(build_wrapper(source)))
 
 
 def build_wrapper(source: str, more: tuple[str, ...] = ()) -> Path:
@@ -167,7 +156,7 @@ def build_wrapper(source: str, more: tuple[str, ...] = ()) -> Path:
 
 
 def graph(
-    library: WrapperLibrary,
+    library: ctypes.CDLL,
     name: str,
     inputs: int,
     outputs: int,
@@ -187,32 +176,17 @@ def graph(
     returns them when the kernel is first called. functions: the pieces in Python. gpu: the device that is number 0 in
     the wrapper. unloads: machine code is unloaded with the graph; else a CUDA graph may keep using it.
     """
+    entry = ctypes.addressof(ctypes.c_char.in_dll(library, "reflib_call"))  # (``cast`` makes cycles)
     return extension().graph(
-        name, library.entry, inputs, outputs, tuple(kernels), tuple(loaders), tuple(functions), tuple(objects),
+        name, entry, inputs, outputs, tuple(kernels), tuple(loaders), tuple(functions), tuple(objects),
         tuple(constants), tuple(address(s) for s in symbols), zeros, library, gpu, unloads,
     )  # fmt: skip
 
 
-def entry(
-    graph: Callable[[list], tuple],
-    head: Sequence[torch.Tensor],
-    kinds: bytes,
-    one: bool,
-    slow: Callable[..., Any],
-) -> Callable[..., Any]:
-    """The callable of a compiled program, if ``has_entries``: passes its positional arguments to ``graph``, after
-    ``head``. Gradients and autocast are off meanwhile.
-
-    kinds: a letter per argument: t, a plain tensor; i, an int; -, one that the graph does not read. one: the result is
-    the graph's only output, not the tuple. slow: the fallback for all other calls, and for arguments that the graph
-    rejects.
-    """
-    return extension().entry(graph, tuple(head), kinds, one, slow)
-
-
 def has_entries() -> bool:
-    """Is there the extension, and all that ``entry`` needs of this torch?"""
-    return hasattr(extension(), "entry") and bool(_entry_functions())
+    """Is there the extension, and all that its ``entry`` needs of this torch? That makes the callable of a compiled
+    program (host_entry.c has its arguments): without gradients and autocast, it passes its own to the graph."""
+    return extension() is not None and bool(_entry_functions())
 
 
 def replays() -> Callable[..., Callable[[list], tuple | None]] | None:

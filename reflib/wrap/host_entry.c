@@ -220,19 +220,15 @@ static void entry_dealloc(PyObject *self) {
 }
 
 static PyMemberDef entry_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Entry, vectorcall), READONLY, NULL},
+    VECTORCALL(Entry),
     {"graph", T_OBJECT, offsetof(Entry, graph), READONLY, "the graph"},
     {NULL},
 };
-static PyType_Slot entry_slots[] = {
-    {Py_tp_dealloc, entry_dealloc}, {Py_tp_traverse, entry_traverse}, {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_members, entry_members}, {0, NULL}};
-static PyType_Spec entry_spec = {
-    "_reflib_host.Entry", sizeof(Entry), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, entry_slots};
 static PyTypeObject *entry_type;
 
-/* entry(graph, head, kinds, one, slow) -> Entry */
+/* entry(graph, head, kinds, one, slow) -> Entry: of `graph`, with `head` before its own arguments, which have a letter
+   each in `kinds`. one: the result is the graph's only output, not the tuple. slow: the fallback for all other calls, and
+   for arguments that the graph rejects. */
 static PyObject *make_entry(PyObject *module, PyObject *args) {
     PyObject *graph, *head, *kinds, *slow;
     int one;

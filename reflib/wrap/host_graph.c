@@ -1,8 +1,7 @@
 /* The process's side of a C++ wrapper: a Python callable that passes tensors to it and takes tensors from it.
 
    A torch.Tensor in Python holds its at::Tensor right behind the object's head, so its address is the handle that
-   PyTorch's C interface takes: nothing is looked up or copied. (Where tensors lie otherwise, host.py uses
-   host_ctypes.py instead of this file.)
+   PyTorch's C interface takes: nothing is looked up or copied. (Where tensors lie otherwise, host.py does without.)
 
    The GIL is released while the wrapper runs, and taken only to call a Python function or to drop an input.
 
@@ -315,15 +314,10 @@ static void graph_dealloc(PyObject *self) {
 }
 
 static PyMemberDef graph_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Graph, vectorcall), READONLY, NULL},
+    VECTORCALL(Graph),
     {"name", T_OBJECT, offsetof(Graph, name), READONLY, "the graph's name"},
     {NULL},
 };
-static PyType_Slot graph_slots[] = {
-    {Py_tp_dealloc, graph_dealloc}, {Py_tp_call, PyVectorcall_Call}, {Py_tp_members, graph_members}, {0, NULL}};
-static PyType_Spec graph_spec = {
-    "_reflib_host.Graph", sizeof(Graph), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, graph_slots};
 static PyTypeObject *graph_type;
 
 /* graph(name, entry, inputs, outputs, kernels, loaders, functions, objects, constants, symbols, zeros, owner, gpu,
@@ -410,8 +404,8 @@ static PyObject *setup(PyObject *module, PyObject *args) {
     {"usual", (PyCFunction)(void (*)(void))usual, METH_FASTCALL, "are arguments in plain memory?"},
 
 static int graph_types(void) {
-    graph_type = (PyTypeObject *)PyType_FromSpec(&graph_spec);
-    entry_type = (PyTypeObject *)PyType_FromSpec(&entry_spec);
-    replay_type = (PyTypeObject *)PyType_FromSpec(&replay_spec);
+    graph_type = new_type("_reflib_host.Graph", sizeof(Graph), graph_members, graph_dealloc, NULL);
+    entry_type = new_type("_reflib_host.Entry", sizeof(Entry), entry_members, entry_dealloc, entry_traverse);
+    replay_type = new_type("_reflib_host.Replay", sizeof(Replay), replay_members, replay_dealloc, NULL);
     return graph_type && entry_type && replay_type ? 0 : -1;
 }

@@ -141,13 +141,7 @@ static void replay_dealloc(PyObject *self) {
     Py_DECREF(type);
 }
 
-static PyMemberDef replay_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Replay, vectorcall), READONLY, NULL}, {NULL}};
-static PyType_Slot replay_slots[] = {
-    {Py_tp_dealloc, replay_dealloc}, {Py_tp_call, PyVectorcall_Call}, {Py_tp_members, replay_members}, {0, NULL}};
-static PyType_Spec replay_spec = {
-    "_reflib_host.Replay", sizeof(Replay), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, replay_slots};
+static PyMemberDef replay_members[] = {VECTORCALL(Replay), {NULL}};
 static PyTypeObject *replay_type;
 
 /* replay(kinds, addresses, wanted, like, use_count, storages, copy, launch, outputs, owner, device, stream) -> Replay

@@ -4,7 +4,7 @@ A kernel's library holds, beside ``int NAME(pointers..., sizes..., int threads)`
 ``int NAME_packed(const int64_t* a)`` that takes the same arguments as one array. The C extension (``host.c``) puts
 Python ints into such an array and makes the call: a fraction of a microsecond, where ctypes takes several. It launches
 GPU kernels (``cuda_launch``) and runs C++ wrappers (``host``) as well. It is compiled once per machine, through the
-cache; without Python's headers or a compiler ``host_ctypes`` has the same functions.
+cache; without Python's headers or a compiler ``host_ctypes`` calls the kernels.
 
 :func:`build_extension` is open to others: any C source with a ``PyInit_<name>`` becomes a module. ::
 
@@ -26,6 +26,7 @@ from typing import Any
 from .. import toolchain
 from ..errors import DeviceError, ReflibError, ToolchainError
 from ..logs import get as logger
+from . import host_ctypes
 
 
 def build_extension(
@@ -69,11 +70,6 @@ def once(make: Callable[[], Any]) -> Callable[[], Any]:
     return get
 
 
-def libcuda() -> str:
-    """The driver library to load."""
-    return os.environ.get("REFLIB_LIBCUDA") or "libcuda.so.1"
-
-
 def build_host() -> ModuleType:
     """``host.c``, compiled (through the cache) and imported. Raises ToolchainError."""
     files = {p.name: p.read_text() for p in sorted(Path(__file__).parent.glob("*.[ch]")) if p.name != "wrapper.h"}
@@ -83,14 +79,12 @@ def build_host() -> ModuleType:
 @once
 def extension() -> Any:
     """The extension; ``host_ctypes`` where it cannot be built."""
-    module: Any
     try:
         module = build_host()
     except ToolchainError as e:
-        from . import host_ctypes as module
-
         logger("wrapper").info("kernels are called through ctypes: %s", e)
-    module.driver(libcuda(), DeviceError)
+        return host_ctypes
+    module.driver(host_ctypes.libcuda(), DeviceError)
     return module
 
 

@@ -40,7 +40,7 @@ def run(name: str, device: str, wrapper: str, monkeypatch: pytest.MonkeyPatch, f
     assert bool(packaged.called) == (wrapper in IN_A_FILE), "a row of this column calls what it packaged"
 
 
-# the start of a child without Python.h (``ctypes``), or which does not know how tensors lie in memory
+# the start of a child without Python.h (``ctypes``: kernels are called so), or which does not know how tensors lie
 FALLBACKS = """
 import tempfile
 from pathlib import Path

@@ -9,6 +9,7 @@ import torch
 
 import reflib
 from reflib.lab import told_times
+from reflib.wrap import host
 from tests.checking import check
 from tests.composition.in_cpp import Exported
 from tests.composition.packaged import Packaged
@@ -36,7 +37,8 @@ def cuda_feature(fn: Feature) -> Feature:
 
 def is_in(wrapper: str, text: str | None) -> bool:
     """Is a wrapper's text in the language that was asked for?"""
-    return text is not None and ("int32_t reflib_call(" in text) == (wrapper != "python")
+    in_cpp = wrapper in IN_A_FILE or wrapper == "cpp" and host.extension() is not None
+    return text is not None and ("int32_t reflib_call(" in text) == in_cpp
 
 
 def compiled(fn: Callable[..., Any], wrapper: str, **options: Any) -> Compiled | Packaged:

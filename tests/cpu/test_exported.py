@@ -15,7 +15,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import reflib
 from reflib.errors import ArgumentError
-from tests.exported_ways import WAYS, taken
 from tests.exporting import Alone
 
 
@@ -39,9 +38,9 @@ def test_extreme_of_nothing_is_eagers_error():
 
 
 # -- the fast path --------------------------------------------------------------------------------------
-def exported(fn, x, sizes=None):
+def exported(fn, x, sizes=None, way="cpp"):
     """``sizes``: those of ``x`` that may change."""
-    return reflib.compile(torch.export.export(Alone(fn), (x,), dynamic_shapes=((sizes,),)), wrapper="cpp")
+    return reflib.compile(torch.export.export(Alone(fn), (x,), dynamic_shapes=((sizes,),)), wrapper=way)
 
 
 def test_strides_that_depend_on_sizes():
@@ -61,7 +60,7 @@ def test_names_of_arguments_may_be_any():
     torch.testing.assert_close(f(*args), Named()(*args))
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=["cpp", "python"])
 def way(request):
     return request.param
 
@@ -96,10 +95,10 @@ class Watched:
     """A program, 2 arguments, and how often its slow path was taken. Sizes are 4 to 100 by 5, and 5."""
 
     def __init__(self, way):
-        self.module, self.slow, self.entered = Weighted(), 0, way == "C"
+        self.module, self.slow, self.entered = Weighted(), 0, way == "cpp"
         shapes = ({0: torch.export.Dim("n", min=4, max=100)}, None)
         program = torch.export.export(self.module, (torch.randn(4, 5), torch.randn(5)), dynamic_shapes=shapes)
-        self.f = reflib.compile(program, wrapper="cpp")
+        self.f = reflib.compile(program, wrapper=way)
         slow = self.f._slow
 
         def counting(*args, **kwargs):
@@ -107,8 +106,7 @@ class Watched:
             return slow(*args, **kwargs)
 
         self.f._slow = counting
-        with taken(way):
-            self.f(X, Y)
+        self.f(X, Y)
         assert self.slow == (not self.entered)
 
     def goes(self, *args, slow=0, says=None, error=reflib.ReflibError, **kwargs):
@@ -150,7 +148,7 @@ def test_the_fast_path_is_taken(watched, way):
     watched.goes(X, Y)
     watched.goes(torch.nn.Parameter(X), Y)
     watched.goes(X[:4], Y.requires_grad_(False))
-    assert type(watched.f.__call__).__name__ == ("Entry" if way == "C" else "function")
+    assert type(watched.f.__call__).__name__ == ("Entry" if way == "cpp" else "function")
 
 
 def test_gradients_are_off_inside(watched):
@@ -203,14 +201,12 @@ def agrees_under_autocast(f):
 
 @pytest.mark.sample(3)
 def test_autocast_is_off_inside(way):
-    f = exported(attention, HEADS)
-    with taken(way):
-        f(HEADS)
-        agrees_under_autocast(f)
+    f = exported(attention, HEADS, way=way)
+    f(HEADS)
+    agrees_under_autocast(f)
 
 
-def test_autocast_is_off_inside_python_wrappers_and_packages(tmp_path):
-    agrees_under_autocast(reflib.compile(torch.export.export(Alone(attention), (HEADS,)), wrapper="python"))
+def test_autocast_is_off_inside_packages(tmp_path):
     agrees_under_autocast(reflib.load(reflib.aot_compile(attention, (HEADS,), tmp_path / "a.reflib", "cpu")))
 
 
@@ -273,26 +269,24 @@ def transformed(of, f):
 @pytest.mark.sample(6)
 def test_tensors_of_transforms_are_refused(of, fn, way):
     """Also by a graph that looks at nobody's memory: PyTorch would be called with them, and lose the gradients."""
-    f = exported(fn, X)
-    with taken(way):
-        f(X)
-        with pytest.raises(reflib.ReflibError, match=r"args_0: a tensor with memory of its own is needed, got T"):
-            transformed(of, f)
-        torch.testing.assert_close(f(X), fn(X))
+    f = exported(fn, X, way=way)
+    f(X)
+    with pytest.raises(reflib.ReflibError, match=r"args_0: a tensor with memory of its own is needed, got T"):
+        transformed(of, f)
+    torch.testing.assert_close(f(X), fn(X))
 
 
 @pytest.mark.sample(3)
 def test_zeros_that_are_nowhere_are_refused(way):
-    f = exported(lambda x: x * 2 + 1, X)
-    with taken(way), pytest.raises(reflib.ReflibError, match="memory of its own"):
+    f = exported(lambda x: x * 2 + 1, X, way=way)
+    with pytest.raises(reflib.ReflibError, match="memory of its own"):
         f(torch._efficientzerotensor(8, 5))
-    empty = exported(lambda x: x * 2 + 1, X, {0: torch.export.Dim("n", min=0)})
-    with taken(way):
-        slow = empty._slow
-        if way == "C":
-            empty._slow = lambda *args: pytest.fail("not the fast path")
-        assert empty(X[:0]).shape == (0, 5) and empty(X[:1]).shape == (1, 5)
-        empty._slow = slow
+    empty = exported(lambda x: x * 2 + 1, X, {0: torch.export.Dim("n", min=0)}, way)
+    slow = empty._slow
+    if way == "cpp":
+        empty._slow = lambda *args: pytest.fail("not the fast path")
+    assert empty(X[:0]).shape == (0, 5) and empty(X[:1]).shape == (1, 5)
+    empty._slow = slow
 
 
 def test_an_argument_error_of_an_op_is_the_ops(watched):
@@ -321,7 +315,7 @@ def test_counts_of_references_are_flat(watched, way):
 
     rounds(10)
     counts, blocks = rounds(10)
-    after, more = rounds(1000 if way == "C" else 50)
+    after, more = rounds(1000 if way == "cpp" else 50)
     assert after == counts
     assert more - blocks < 500, "of 20,000 calls"
 
@@ -329,11 +323,10 @@ def test_counts_of_references_are_flat(watched, way):
 @pytest.mark.sample(3)
 def test_a_program_is_freed_with_its_cycle(way):
     module = Weighted()
-    f = reflib.compile(torch.export.export(module, (X, Y)), wrapper="cpp")
-    with taken(way):
-        f(X, Y)
+    f = reflib.compile(torch.export.export(module, (X, Y)), wrapper=way)
+    f(X, Y)
     entry = f.__call__
-    assert gc.is_tracked(entry) and (way != "C" or f._slow in gc.get_referents(entry))
+    assert gc.is_tracked(entry) and (way != "cpp" or f._slow in gc.get_referents(entry))
     ref, weight = weakref.ref(f), weakref.ref(f._weights["weight"])
     del f, module
     gc.collect()

@@ -61,9 +61,10 @@ OTHER_WAYS = (
     + """
 for name in ("dynamic_shapes", "training", "custom_ops_in_python", "misaligned_views", "another_stream",
              "captured_in_a_cuda_graph", "split_k_words_under_capture", "early_launches"):
-    with pytest.MonkeyPatch.context() as m:
-        run(name, "cuda", "cpp", m, Path(tempfile.mkdtemp()))
-assert host.extension().__name__ == "reflib.wrap.host_ctypes"
+    for wrapper in ("cpp", "package"):
+        with pytest.MonkeyPatch.context() as m:
+            run(name, "cuda", wrapper, m, Path(tempfile.mkdtemp()))
+assert host.extension() is None
 """
 )
 
