@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from .triton_body import PartPrinter
-from .triton_ops import Printer
 from .triton_statements import Value
 
 
@@ -39,7 +38,6 @@ class OneOrderPrinter(PartPrinter):
         self.values[i] = Value(name, frozenset("x"))
 
 
-PRINTERS: dict[str, Printer] = {}
 _IN_PAIRS = '''
 def {name}_in_pairs(v, rows: tl.constexpr, columns: tl.constexpr):
     """The {name} of each row, as a column: of neighbours, then of neighbouring pairs, ..."""

@@ -37,7 +37,7 @@ from ..ir.loops import Load, Op, Reduce, Scan, Stmt, Store
 from ..ir.transforms import needed
 from .triton_body import FULL, PartPrinter
 from .triton_facts import literal, paren
-from .triton_ops import TL, Printer, nan_helper, print_op
+from .triton_ops import TL, nan_helper, print_op
 from .triton_statements import Value
 
 
@@ -239,7 +239,6 @@ class OnePassPrinter(PartPrinter):
         return print_op(self.needs, "exp", dtype, dtype, [text], exact)
 
 
-PRINTERS: dict[str, Printer] = {}
 HELPERS = {
     "welford": '''
 def welford(mean, m2, x, weight, n):

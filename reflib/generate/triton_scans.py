@@ -75,7 +75,6 @@ def {name}_so_far(a, i, b, j):
     take = (b != b) | ((a == a) & (b {sign} a))
     return tl.where(take, b, a), tl.where(take, j, i)
 '''
-PRINTERS: dict[str, str] = {}
 HELPERS = {
     "argmax_so_far": _ARG.format(name="argmax", which="greatest", sign=">="),
     "argmin_so_far": _ARG.format(name="argmin", which="least", sign="<="),
