@@ -40,7 +40,7 @@ def print_product(node: KernelNode, buffers: dict[str, Buffer]) -> Kernel:
         w.line(f"  {operands},")
         with w.block(f"  {sizes}, threads, [=, &failed]({tile}, const {wide}* sums, int64_t stride)"):
             nest = Nest(t.epilogue, axes[:-1], axes[-1], ())
-            emitter = Emitter(w, nest, buffers, names, 0)
+            emitter = Emitter(w, nest, buffers, names)
             place = f"sums[({y} - {y}_from) * stride + {x} - {x}_from]"
             emitter.given = {i: place for i, s in enumerate(t.epilogue.body) if isinstance(s, Acc)}
             with w.block(loop(axes[-2], f"{y}_from", f"{y}_to")):
