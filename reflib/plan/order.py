@@ -5,8 +5,7 @@ depends on the order alone, as long as dependencies are kept. Finding the best o
 bounded, by a number of nodes looked at that grows with the program (``_LOOKS``), and says what it knows:
 
 * No order can have less than the largest node needs for itself, nor less than the outputs together (``Order.least``).
-* Greedily: of the nodes that may run, the one that frees most; where none frees, the one that allocates least, or the
-  one that is first in the given order.
+* Greedily: of the nodes that may run, the one that frees most; where none frees, the one that allocates least.
 * As given, but what makes more than it frees just before the first node that needs it and does not.
 * Hill by hill: what rises and falls again runs as a whole, the hill with most beyond what it leaves before others.
 * Depth first, only orders below the best peak so far, no set of finished nodes twice. A node that frees at least what
@@ -135,7 +134,7 @@ def _best(m: "Lifetimes") -> Order:
     before = peak = m.peak(given)
     orders, whole = [(peak, given)], False  # each needs less than the one before it
     if peak > m.least:
-        for other in (m.greedy(), m.greedy(patient=True), m.late(), m.hills()):
+        for other in (m.greedy(), m.late(), m.hills()):
             if (now := m.peak(other)) < peak:
                 orders.append((peak := now, other))
         looks = _LOOKS[0] + _LOOKS[1] * len(given)
@@ -279,25 +278,21 @@ class Lifetimes:
             self.run(i)
         return most, at
 
-    def greedy(self, patient: bool = False) -> tuple[int, ...]:
-        """Of all that may run, what frees most; else what allocates least, or (``patient``) as given."""
+    def greedy(self) -> tuple[int, ...]:
+        """Of all that may run, what frees most; else what allocates least."""
         self.reset()
-
-        def cost(i: int) -> int:
-            return min(self.score[i], 0) if patient else self.score[i]
-
-        ready = [(cost(i), i) for i in range(self.n) if not self.waiting[i]]
+        ready = [(self.score[i], i) for i in range(self.n) if not self.waiting[i]]
         heapq.heapify(ready)
         out: dict[int, None] = {}
         while ready:
             found, i = heapq.heappop(ready)
-            if i in out or found != cost(i):
+            if i in out or found != self.score[i]:
                 continue  # pushed again when its score changed
             changed = self.run(i)
             out[i] = None
             for j in (*changed, *self.after[i]):
                 if j < self.n and not self.waiting[j] and j not in out:
-                    heapq.heappush(ready, (cost(j), j))
+                    heapq.heappush(ready, (self.score[j], j))
         return tuple(out)
 
     def late(self) -> tuple[int, ...]:
