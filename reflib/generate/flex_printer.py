@@ -14,7 +14,7 @@ import torch
 
 from ..errors import GenerateError
 from ..ir.expr import Atom, Expr, IntLike, Var, expr
-from ..ir.flex import INPUTS, FlexKernel
+from ..ir.flex import INPUTS, RESULTS, FlexKernel
 from ..ir.loops import Load, Store
 from ..ir.program import Buffer, Extern, KernelNode, View
 from ..ir.transforms import needed, substitute, varying
@@ -108,7 +108,7 @@ class FlexPrinter:
         body = tuple(self._captured(s) if isinstance(s, Load) else s for s in substitute(self.kernel.slot.body, env))
         y, x = (Var(d, self.length[n]) for d, n in (("y", self.rows), ("x", self.columns)))
         shown = torch.float32 if self.kernel.exact else torch.float16  # what a last bit of the results could show in
-        results = {n: Buffer(n, torch.bool if n == "mask" else shown, torch.device("cpu"), (), ()) for n in _RESULTS}
+        results = {n: Buffer(n, torch.bool if n == "mask" else shown, torch.device("cpu"), (), ()) for n in RESULTS}
         masks = {"y": self.ragged[self.rows], "x": self.ragged[self.columns]}
         space = Space("tile", body, x, y)
         return SlotPrinter(space, self.node.config, {**self.buffers, **results}, self.needs, masks)
@@ -330,9 +330,6 @@ class FlexPrinter:
     def constant(self, name: str, value: float) -> str:
         self.constants[name] = value  # type: ignore[assignment]
         return name
-
-
-_RESULTS = ("modified", "mask", "of_score")
 
 
 def _power(size: Expr) -> int:

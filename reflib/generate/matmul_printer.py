@@ -16,13 +16,11 @@ import torch
 
 from ..autotune.roofline import FP8
 from ..errors import GenerateError
-from ..ir.expr import Atom, Expr, IntLike, Var, expr
+from ..ir.expr import Expr, IntLike, expr
 from ..ir.program import Buffer, KernelNode, Template, Tiling, View
-from ..ir.transforms import substitute
-from ..schedule.axes import Space
 from ..target import Target
 from .kernel import Kernel
-from .matmul_prologue import OperandPrinter
+from .matmul_prologue import OperandPrinter, tile_space
 from .triton import HEADER, LIBDEVICE, known_multiples
 from .triton_facts import HALF, blocks, paren, pointer_name
 from .triton_ops import TL, Needs, helper_text, print_cast
@@ -49,7 +47,7 @@ class MatmulPrinter:
         self.workspace = {b.kind: b for b in node.workspace}
         self.needs = Needs()
         masks = {"y": _ragged(self.m, self.tiling.m), "x": _ragged(self.n, self.tiling.n)}
-        self.body = StatementPrinter(epilogue_space(template), node.config, self.buffers, self.needs, masks)
+        self.body = StatementPrinter(tile_space(template.epilogue), node.config, self.buffers, self.needs, masks)
         self.views = {"a": template.a, "b": template.b}
         self.computed = {n: OperandPrinter(self, n, v) for n, v in self.views.items() if template.prologue(v)}
         self.pointers = {n: self.pointer(v) for n, v in self.views.items() if n not in self.computed}
@@ -317,11 +315,3 @@ def _load(at: str, masks: list[str], dtype: torch.dtype) -> str:
         return f"tl.load({at})"
     mask = " & ".join(f"({m})" for m in masks) if len(masks) > 1 else masks[0]
     return f"tl.load({at}, mask={mask}, other={'0.0' if dtype in FP8 else '0'})"
-
-
-def epilogue_space(t: Template) -> Space:
-    """The epilogue over y, x (and z, the batch). Its axes keep their order: the accumulator has their shape."""
-    axes = t.epilogue.axes
-    made = [Var(letter, a.size) for letter, a in zip("zyx"[3 - len(axes) :], axes)]
-    env: dict[Atom, IntLike] = {a.var: expr(v) for a, v in zip(axes, made)}
-    return Space("tile", substitute(t.epilogue.body, env), **{v.name: v for v in made})

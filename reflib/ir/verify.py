@@ -10,7 +10,7 @@ import torch
 
 from ..errors import VerifyError
 from . import float8, random  # noqa: F401  (its op)
-from .expr import ZERO, Expr, Ref, Sym, Var, nonneg, product
+from .expr import ZERO, Expr, Ref, Sym, Var, nonneg, product, upper_bound
 from .loops import (
     Acc,
     Index,
@@ -356,16 +356,7 @@ class _Inside:
 def linear_ends(e: Expr) -> tuple[Expr, Expr] | None:
     """Least and greatest value of an index that is linear in loop variables with coefficients of known sign.
     Both are reached, if no axis is empty. None for other indices."""
-    low = high = e
-    for v in sorted(e.variables()):
-        c = e.coefficient(v)
-        if c is None or c.variables():
-            return None
-        rest_low, rest_high = low - c * Expr((((v,), 1),)), high - c * Expr((((v,), 1),))
-        if nonneg(c):
-            low, high = rest_low, rest_high + c * (v.size - 1)
-        elif nonneg(-c):
-            low, high = rest_low + c * (v.size - 1), rest_high
-        else:
-            return None
-    return None if any(not isinstance(a, Sym) for a in low.atoms() | high.atoms()) else (low, high)
+    atoms = e.atoms().union(*(v.size.atoms() for v in e.variables()))
+    low, high = upper_bound(-e), upper_bound(e)
+    linear = all(isinstance(a, Var | Sym) for a in atoms)
+    return (-low, high) if linear and low is not None and high is not None else None
