@@ -50,7 +50,7 @@ from typing import Any, BinaryIO
 from .. import atomic
 from ..errors import OptionError, PackageError
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 ALIGN, ALIGN_WEIGHTS = 64, 4096  # a cache line, a page
 MARK = b"reflib sha256:"
