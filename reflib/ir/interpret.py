@@ -17,7 +17,7 @@ from ..errors import IndexOutOfRange, ReflibError
 from . import float8, random  # noqa: F401  (their ops)
 from .expr import Expr, IntLike, Sym, expr, product
 from .loops import Acc, Const, Index, Indirect, Load, LoopNest, Reduce, Scan, Stmt, Store
-from .ops import OPS, REDUCTIONS, cast, value_dtype
+from .ops import OPS, REDUCTIONS, value_dtype
 from .program import (
     Choice,
     Extern,
@@ -245,7 +245,7 @@ def _run_stmt(s: Stmt, values: list[Any], memory: dict[str, torch.Tensor], env: 
         return _scan(s, [values[a] for a in s.args], extents, rdims[0])
     assert not isinstance(s, Acc)
     if s.op == "cast":
-        return cast(values[s.args[0]], s.dtype)
+        return values[s.args[0]].to(s.dtype)
     return OPS[s.op].meaning(*[values[a] for a in s.args])
 
 
