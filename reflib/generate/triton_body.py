@@ -31,8 +31,8 @@ ROW = frozenset("x")  # the dimensions of a reduction's result
 
 
 class PartPrinter(StatementPrinter):
-    """Prints one part. ``many``: of several in one kernel. ``aligned``: the buffers that are known to begin at a
-    multiple of 16 bytes."""
+    """Prints one part. ``tag``: of several in one kernel. ``aligned``: the buffers that are known to begin at a multiple
+    of 16 bytes."""
 
     one_pass = False  # does it print m2?
 
@@ -43,13 +43,11 @@ class PartPrinter(StatementPrinter):
         buffers: dict[str, Buffer],
         needs: Needs,
         tag: str = "",
-        many: bool = False,
         aligned: Collection[str] = (),
     ):
         self.block = {"x": config.xblock, "y": dict(config.extras).get("yblock", 1), "r": config.rblock}
         self.vars = {v.name: v for v in space.variables}
         super().__init__(space, config, buffers, needs, {d: self._needs_mask(d) for d in ORDER[space.mode]}, tag)
-        self.many = many  # several parts: `pid` was bound by the caller
         self.peeled = self._peels(aligned)
         self.inside = varying(space.body, space.reduced_vars)
         self.phase = phases(space.body)
@@ -86,8 +84,8 @@ class PartPrinter(StatementPrinter):
 
     def _prologue(self) -> None:
         """Which x (and y, z) this program computes."""
-        pid = f"pid{self.tag}" if self.many else "pid"
-        if not self.many:
+        pid = f"pid{self.tag}"
+        if not self.tag:  # (of several parts the caller has bound it)
             self.put(f"pid = tl.program_id(0){'.to(tl.int64)' if self.wide else ''}")
         if self.space.mode == "tile":
             assert self.space.y is not None
