@@ -203,7 +203,7 @@ def written(path: Path, text: bytes, **members: bytes) -> Path:
         (b"{", "none of reflib's"),
         (b'{"format": "3", "entries": []}', "none of reflib's"),
         (b'{"format": 4}', "none of reflib's"),
-        (b'{"format": 3, "entries": [{"name": "a"}]}', "none of reflib's"),
+        (b'{"format": 4, "entries": [{"name": "a"}]}', "none of reflib's"),
         (b'{"format": 99, "versions": {"reflib": "\\u001b[2J"}}', "newer reflib .version .\\[2J"),
     ],
 )
