@@ -189,7 +189,7 @@ def _compile(kernel: Kernel, target: Target, key: str, only_parse: bool = False)
         try:
             made, facts = attempt()
         except Exception as e:
-            if not failures.crashed(_first_lines(e)):
+            if not failures.crashed(f"{type(e).__name__}: {e}"[:1000]):  # without the source that ptxas's holds
                 raise
             failures.forget(e)
             with failures.ALONE:
@@ -232,11 +232,6 @@ def _renamed(like: Binary, kernel: Kernel, target: Target) -> Binary:
     except Exception as e:
         raise ToolchainError(failures.of_kernel(kernel.name, kernel.source, target.arch, e, "")) from e
     return replace(like, name=kernel.name, entry=kernel.name, image=image, ptx=ptx)
-
-
-def _first_lines(e: Exception) -> str:
-    """Its message, without the source that ptxas's holds."""
-    return f"{type(e).__name__}: {e}"[:1000]
 
 
 def _parsed(

@@ -210,9 +210,9 @@ class MatmulPrinter:
             self.put(f"{name} = {text}")
         self.put(self.dot())
         if loop:
-            for name, v in self.views.items():
-                if name in self.pointers:
-                    self.put(f"{name}_at += {self._step(v.strides[2 if name == 'a' else 1])}")
+            for name in self.pointers:
+                stride = self.views[name].strides[2 if name == "a" else 1]
+                self.put(f"{name}_at += KBLOCK" + ("" if stride == 1 else f" * {paren(self.size(stride))}"))
             self.indent(-1)
         if self.turned:
             self.put("acc = acc.T")
@@ -224,11 +224,6 @@ class MatmulPrinter:
         self.first = f"{split} * {paren(depth)}" if split else ""
         start = f"{self.first} + " if split else ""
         self.put(f"k = {start}{paren(text) if self.wide and ways > 1 else text}{self.wide}")
-
-    def _step(self, stride: Expr) -> str:
-        if stride == 1:
-            return "KBLOCK"
-        return f"KBLOCK * {paren(self.size(stride))}"
 
     def dot(self) -> str:
         """One step. Products of halves are exact in float32; one of float32 states its precision."""
@@ -278,10 +273,6 @@ class MatmulPrinter:
         elif source in HALF and dtype in HALF and source != dtype:
             text = f"{text}.to(tl.float32)"
         return print_cast(text, source, dtype)
-
-    def interior(self, v: View) -> Buffer:
-        """What a computed operand would be in memory."""
-        return Buffer(v.buffer, v.dtype, next(iter(self.buffers.values())).device, v.shape, v.strides)
 
     # -- after it -------------------------------------------------------------------------------
     def epilogue(self, y: str = "m[:, None]", x: str = "n[None, :]") -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ..errors import GenerateError
 from ..ir.expr import Atom, BinOp, Expr, IntLike, Var, ceildiv, expr
 from ..ir.loops import Load, LoopNest, Store
-from ..ir.program import View
+from ..ir.program import Buffer, View
 from ..ir.transforms import substitute, varying
 from ..schedule.axes import Space
 from .triton_facts import paren
@@ -40,7 +40,8 @@ class OperandPrinter(StatementPrinter):
         letters = "mk" if name == "a" else "kn"
         self.side = dict(zip("yx", letters))
         self.block = {d: {"m": p.tiling.m, "n": p.tiling.n, "k": p.tiling.k}[s] for d, s in self.side.items()}
-        buffers = {**p.buffers, v.buffer: p.interior(v)}
+        device = next(iter(p.buffers.values())).device
+        buffers = {**p.buffers, v.buffer: Buffer(v.buffer, v.dtype, device, v.shape, v.strides)}  # as it were in memory
         masks = {d: p.body.masks.get({"m": "y", "n": "x"}.get(s, ""), False) for d, s in self.side.items()}
         super().__init__(tile_space(nest), p.config, buffers, p.needs, masks, f"_{name}")
         self.lines, self.symbols, self.pointers = p.body.lines, p.body.symbols, p.body.pointers

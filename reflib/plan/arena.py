@@ -49,13 +49,6 @@ class Storage:
     size: Expr
     at: Expr = field(default_factory=lambda: expr(0))
 
-    @property
-    def end(self) -> Expr:
-        return self.at + self.size
-
-    def meets(self, other: Storage) -> bool:
-        return self.first <= other.last and other.first <= self.last
-
 
 def in_arena(s: Any) -> tuple[Program, Plan]:
     """Of Stages, the program and its plan, with an arena if the options say so (none with check_nan)."""
