@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
@@ -119,12 +119,8 @@ def start_triton() -> None:
 
 
 def _key(kernel: Kernel, target: Target) -> str:
-    return cache.key(
-        "triton", _FORMAT, _triton_version(), target.arch, target.warp, kernel.name, kernel.source,
-        tuple(str(d) for _, d in kernel.buffers), tuple(s.name for s in kernel.symbols), kernel.index_type,
-        kernel.num_warps, kernel.num_stages, kernel.aligned, kernel.scratch, kernel.pdl, kernel.exact,
-        kernel.keep_loops, kernel.settings,
-    )  # fmt: skip
+    own = (str(getattr(kernel, f.name)) for f in fields(kernel) if f.name != "grid")
+    return cache.key("triton", _FORMAT, _triton_version(), target.arch, target.warp, *own)
 
 
 @functools.cache
