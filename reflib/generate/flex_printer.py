@@ -236,13 +236,13 @@ class FlexPrinter:
         if self.slot.masks[d]:
             self.put(f"{d}mask = {d} < {self.size(self.length[name])}")
 
-    def over(self, walked: str, results: Sequence[str], step: Step, head: str = "h") -> None:
+    def over(self, walked: str, results: Sequence[str], step: Step) -> None:
         """``step(masked)`` for every block of the keys (dkv: queries) ``walked`` that the mask leaves anything of."""
         self.slot.outside(results)
         if self.kernel.blocks[0]:
-            self._listed(walked, step, head, "")
+            self._listed(walked, step, "")
             if "full_num" in self.given:
-                self._listed(walked, step, head, "full_")
+                self._listed(walked, step, "full_")
             return
         if self._end(walked) != "0":
             self.put(f"for start in tl.range(0, {self._end(walked)}, {walked.upper()}BLOCK, {self._stages}):")
@@ -263,7 +263,7 @@ class FlexPrinter:
             self.put(f"if {end} < {self.size(self.length[walked])}:")
         self._body(walked, end, step, True, rest=True, inside=not known)
 
-    def _listed(self, walked: str, step: Step, head: str, which: str) -> None:
+    def _listed(self, walked: str, step: Step, which: str) -> None:
         """The blocks of one list. A block of the mask is one of scores, or several."""
         sizes = dict(zip("mn", self.kernel.blocks))
         kept = "n" if walked == "m" else "m"
@@ -273,8 +273,8 @@ class FlexPrinter:
         if sizes[kept] != self.block[kept]:
             row = f"tile // {sizes[kept] // self.block[kept]}"
         self.put("# blocks that the mask cuts" if not which else "# blocks that it leaves whole")
-        self.put(f"{which}count = tl.load({self.place(f'{which}num', 'b', head, [(2, paren(row))])})")
-        self.put(f"{which}at = {self.place(f'{which}idx', 'b', head, [(2, paren(row))])}")
+        self.put(f"{which}count = tl.load({self.place(f'{which}num', 'b', 'h', [(2, paren(row))])})")
+        self.put(f"{which}at = {self.place(f'{which}idx', 'b', 'h', [(2, paren(row))])}")
         end = f"{which}count" if each == 1 else f"{which}count * {each}"
         stride = self.given[f"{which}idx"].strides[3]
         following = f"tl.minimum({'i + 1' if each == 1 else f'(i + 1) // {each}'}, {which}count - 1)"

@@ -59,17 +59,13 @@ def remembered(unknown: Callable[..., Result]) -> Callable[[Callable[..., Result
     return decorate
 
 
-def _no(*_: Any) -> bool:
-    return False
-
-
-@remembered(_no)
+@remembered(lambda *_: False)
 def in_range(e: Expr, size: Expr) -> bool:
     """Can ``0 <= e < size`` be proved?"""
     return nonneg(e) and nonneg(size - 1 - e)
 
 
-@remembered(_no)
+@remembered(lambda *_: False)
 def nonneg(e: Expr) -> bool:
     """Can ``e >= 0`` be proved? Bounded atoms are replaced, one by one, by the end of their range that makes ``e``
     least; size symbols by ``lo + t``; then no coefficient may be negative."""

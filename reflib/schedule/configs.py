@@ -87,7 +87,7 @@ def few(kernel: KernelNode, buffers: Mapping[str, Buffer], target: Target) -> li
         made.insert(0, _side(replace(own, xblock=dict(own.extras)["yblock"]), own.xblock))  # its sides exchanged
     if own.reduction == "persistent" and not any(isinstance(s, Scan) for s in space.body):
         at = 0 if shape == "columns" else 3 if own.rblock >= 1024 else len(made)
-        made[at:at] = _loops(traffic, own, shape)
+        made[at:at] = _loops(own, shape)
     least = _sectors(traffic, own)
     for c in made:
         near = c not in out and _possible(traffic, c, own, target)
@@ -161,7 +161,7 @@ def _side(c: Config, y: int) -> Config:
     return replace(c, extras=tuple(sorted({**dict(c.extras), "yblock": y}.items())))
 
 
-def _loops(t: Traffic, c: Config, shape: str) -> Iterable[Config]:
+def _loops(c: Config, shape: str) -> Iterable[Config]:
     """Rows that are in registers, looped over: columns in squares of 32 lanes, rows in two steps or in four."""
     looped = replace(c, reduction="looped")
     if shape == "columns":
