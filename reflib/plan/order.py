@@ -2,15 +2,12 @@
 
 Nodes arrive in a legal order. Each one allocates what it writes first, and frees what nothing reads after it; the peak
 depends on the order alone, as long as dependencies are kept. Finding the best order is NP-hard, so the search is
-bounded, by a number of nodes looked at that grows with the program (``_LOOKS``), and says what it knows:
-
-* No order can have less than the largest node needs for itself, nor less than the outputs together (``Order.least``).
-* Greedily: of the nodes that may run, the one that frees most; where none frees, the one that allocates least.
-* As given, but what makes more than it frees just before the first node that needs it and does not.
-* Hill by hill: what rises and falls again runs as a whole, the hill with most beyond what it leaves before others.
-* Depth first, only orders below the best peak so far, no set of finished nodes twice. A node that frees at least what
-  it allocates, and fits, is run without alternatives: whatever order follows, it would be no worse with the node moved
-  to its front. Where the search ends before its bound, the best order found is the best there is.
+bounded, by a number of nodes looked at that grows with the program (``_LOOKS``), and says what it knows: no order can
+have less than the largest node needs for itself, nor less than the outputs together (``Order.least``). It tries orders
+that are made greedily, late and by hills (methods of ``Lifetimes``), and then depth first only orders below the best
+peak so far, no set of finished nodes twice. A node that frees at least what it allocates, and fits, is run without
+alternatives: whatever order follows, it would be no worse with the node moved to its front. Where the search ends
+before its bound, the best order found is the best there is.
 
 Nothing gets slower: the kernels are the same; what waits for a device, moves data between two, or has an effect keeps
 its place among all others; and an order is refused that reads more bytes again, so late that a cache has lost them,
