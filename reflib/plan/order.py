@@ -3,11 +3,11 @@
 Nodes arrive in a legal order. Each one allocates what it writes first, and frees what nothing reads after it; the peak
 depends on the order alone, as long as dependencies are kept. Finding the best order is NP-hard, so the search is
 bounded, by a number of nodes looked at that grows with the program (``_LOOKS``), and says what it knows: no order can
-have less than the largest node needs for itself, nor less than the outputs together (``Order.least``). It tries orders
-that are made greedily, late and by hills (methods of ``Lifetimes``), and then depth first only orders below the best
-peak so far, no set of finished nodes twice. A node that frees at least what it allocates, and fits, is run without
-alternatives: whatever order follows, it would be no worse with the node moved to its front. Where the search ends
-before its bound, the best order found is the best there is.
+have less than the largest node needs for itself, nor less than the outputs together (``Order.least``). It tries two
+that are made by a rule (``Lifetimes.late`` and ``hills``), and then depth first only orders below the best peak so far,
+no set of finished nodes twice. A node that frees at least what it allocates, and fits, is run without alternatives:
+whatever order follows, it would be no worse with the node moved to its front. Where the search ends before its bound,
+the best order found is the best there is.
 
 Nothing gets slower: the kernels are the same; what waits for a device, moves data between two, or has an effect keeps
 its place among all others; and an order is refused that reads more bytes again, so late that a cache has lost them,
@@ -130,7 +130,7 @@ def _best(m: "Lifetimes") -> Order:
     before = peak = m.peak(given)
     orders, whole = [(peak, given)], False  # each needs less than the one before it
     if peak > m.least:
-        for other in (m.greedy(), m.late(), m.hills()):
+        for other in (m.late(), m.hills()):
             if (now := m.peak(other)) < peak:
                 orders.append((peak := now, other))
         looks = _LOOKS[0] + _LOOKS[1] * len(given)
@@ -233,19 +233,15 @@ class Lifetimes:
         over = sum(self.size[a] for a in self.over[i] if self.users[a] == 1)
         return self.bytes + self.born[i] + self.work[i] - over
 
-    def run(self, i: int) -> list[int]:
-        """Node i runs. Returns nodes of which the score has changed."""
+    def run(self, i: int) -> None:
         self.bytes += self.score[i]
-        changed = []
         for b in self.touch[i]:
             self.users[b] -= 1
             self.last[b] -= i
             if self.users[b] == 1:
                 self.score[self.last[b]] -= self.size[b]
-                changed.append(self.last[b])
         for j in self.after[i]:
             self.waiting[j] -= 1
-        return changed
 
     def undo(self, i: int) -> None:
         for j in self.after[i]:
@@ -269,23 +265,6 @@ class Lifetimes:
                 most, at = now, place
             self.run(i)
         return most, at
-
-    def greedy(self) -> tuple[int, ...]:
-        """Of all that may run, what frees most; else what allocates least."""
-        self.reset()
-        ready = [(self.score[i], i) for i in range(self.n) if not self.waiting[i]]
-        heapq.heapify(ready)
-        out: dict[int, None] = {}
-        while ready:
-            found, i = heapq.heappop(ready)
-            if i in out or found != self.score[i]:
-                continue  # pushed again when its score changed
-            changed = self.run(i)
-            out[i] = None
-            for j in (*changed, *self.after[i]):
-                if j < self.n and not self.waiting[j] and j not in out:
-                    heapq.heappush(ready, (self.score[j], j))
-        return tuple(out)
 
     def late(self) -> tuple[int, ...]:
         """As given, but what makes more than it frees waits until something else needs it."""
