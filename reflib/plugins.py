@@ -173,8 +173,9 @@ PLUGS: dict[str, dict[str, str]] = {
     },
     "generate.PRINTERS": {
         "cpu": "generate.cpp:print_kernel",
-        "template": "generate.matmul:generate_matmul",
-        "user": "generate.user_kernel:print_launched",
+        "Template": "generate.matmul:generate_matmul",
+        "UserKernel": "generate.user_kernel:print_user_kernel",
+        "FlexKernel": "generate.flex:print_flex",
     },
     "generate.MORE": {
         "float8": "generate.triton_float8",

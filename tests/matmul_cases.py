@@ -26,13 +26,12 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 F32, F64, F16, BF16, BOOL = torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool
 TILED = Tiling("tiled", 32, 32, 32)
 PERSISTENT = Tiling("persistent", 32, 32, 32)
-COUNTED = Tiling("split", 32, 32, 32, splits=4)
 SPLIT = Tiling("split", 32, 32, 32, splits=3, reducers=8)
 WARPS = Tiling("split", 32, 32, 64, splits=5, warps_k=4, reducers=64)
 TURNED = Tiling("tiled", 16, 64, 32, turned=True)
 KINDS = {
     "tiled": TILED, "turned": TURNED, "persistent": PERSISTENT,
-    "split": SPLIT, "split warps": WARPS, "split counted": COUNTED,
+    "split": SPLIT, "split warps": WARPS,
 }  # fmt: skip
 
 Epilogue = Callable[["Slot"], None]
@@ -118,13 +117,10 @@ class MatmulCase:
     # -- as the generator wants it --------------------------------------------------------------
     def node(self, name: str) -> KernelNode:
         t, space = self.tiling, []
-        if t.kind == "split" and t.splits > 1:
+        if t.kind == "split":
             batch, m, n, _ = self.template.sizes
             tiles = batch * ceildiv(m, t.m) * ceildiv(n, t.n)
-            words, dtype = tiles * (t.splits * t.m * t.n), torch.int32 if t.reducers else F32
-            space.append(_space(f"{name}_parts", "zeros" if t.reducers else "temp", dtype, words))
-            if not t.reducers:
-                space.append(_space(f"{name}_counters", "zeros", torch.int32, tiles))
+            space.append(_space(f"{name}_parts", "zeros", torch.int32, tiles * (t.splits * t.m * t.n)))
         if t.kind == "persistent":
             space.append(_space(f"{name}_scratch", "scratch", torch.uint8, 256 * self.units))
         known = tuple(s for s, v in self.sizes.items() if v % 16 == 0) if self.divisible else ()
@@ -280,7 +276,7 @@ def matmul_cases() -> dict[str, Make]:
     return cases
 
 
-NO_TMA = ("tiled", "turned", "split", "split warps", "split counted")
+NO_TMA = ("tiled", "turned", "split", "split warps")
 
 
 def _layouts(add: Callable[..., None]) -> None:
@@ -321,7 +317,7 @@ def _sizes(add: Callable[..., None]) -> None:
     add("batch", lambda t: MatmulCase(rand(3, 40, 70), columns(3, 70, 50), t), NO_TMA)
     add("batch, one b", lambda t: MatmulCase(rand(3, 64, 64), rand(64, 32).expand(3, 64, 32), t, wide=True), NO_TMA)
     add("many tiles", lambda t: MatmulCase(rand(350, 40), padded(40, 300), t))
-    for count, reducers in ((8, 0), (9, 0), (13, 0), (8, 1), (9, 2), (13, 1)):
+    for count, reducers in ((8, 1), (9, 2), (13, 1)):
         many = Tiling("split", 64, 64, 32, splits=count, reducers=reducers)
         add(f"parts in groups, {count} splits, {reducers} reducers", lambda t, many=many: MatmulCase(
             rand(80, 640), rand(640, 96), many, dynamic=True), ("split",))  # fmt: skip
@@ -372,7 +368,7 @@ def _dtypes(add: Callable[..., None]) -> None:
     add("tf32", lambda t: MatmulCase(
         rand(40, 80, dtype=F32), rand(80, 48, dtype=F32), t, F32, precision="tf32"))  # fmt: skip
     for name, a, b in (("e4m3", E4M3, E4M3), ("e5m2 x e4m3", E5M2, E4M3)):
-        for kind in ("tiled", "turned", "persistent", "split", "split counted"):
+        for kind in ("tiled", "turned", "persistent", "split"):
             add(f"{name}, scaled", lambda t, a=a, b=b: MatmulCase(
                 rand(40, 96, dtype=a), columns(96, 48, dtype=b), t, a, F16, epilogue=scaled,
                 extra={"rows": scales(40), "columns": scales(48)}), (kind,))  # fmt: skip

@@ -353,24 +353,20 @@ def _kernel(name: str, t: Template, target: Target, index: str, divisors: tuple[
 
 
 def workspace(name: str, t: Template, target: Target) -> tuple[Buffer, ...]:
-    """What the kernel needs beside its tensors: split-K's parts of each tile (with ``reducers`` int32 words, zero
-    between calls; else float32, and a counter a tile), or a persistent kernel's descriptors."""
+    """What the kernel needs beside its tensors: split-K's parts of each tile (words that are zero between calls), or a
+    persistent kernel's descriptors."""
     tiling, device = t.tiling, torch.device("cuda", 0)
     assert tiling is not None
     b, m, n, _ = t.sizes
     tiles = b * ceildiv(m, tiling.m) * ceildiv(n, tiling.n)
 
-    def buffer(what: str, dtype: torch.dtype, numel: Expr, kind: str) -> Buffer:
-        return Buffer(f"{name}_{what}", dtype, device, (numel,), (expr(1),), kind)
-
     if tiling.kind == "persistent":
-        return (buffer("scratch", torch.uint8, minimum(tiles, target.units) * TMA_SCRATCH, "scratch"),)
-    if tiling.splits == 1:
-        return ()
-    parts = tiles * (tiling.splits * tiling.m * tiling.n)
-    if tiling.reducers:
-        return (buffer("parts", torch.int32, parts, "zeros"),)
-    return buffer("parts", torch.float32, parts, "temp"), buffer("counters", torch.int32, tiles, "zeros")
+        size = minimum(tiles, target.units) * TMA_SCRATCH
+        return (Buffer(f"{name}_scratch", torch.uint8, device, (size,), (expr(1),), "scratch"),)
+    if tiling.kind == "split":
+        parts = tiles * (tiling.splits * tiling.m * tiling.n)
+        return (Buffer(f"{name}_parts", torch.int32, device, (parts,), (expr(1),), "zeros"),)
+    return ()
 
 
 def multiples(t: Template) -> tuple[Sym, ...]:

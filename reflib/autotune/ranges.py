@@ -3,7 +3,7 @@
 ``register_custom_op_autotuning(dispatch_on=, split_points=)`` says where ranges end (``ir.program.Ranges``). A range is
 measured at three sizes inside it (``representatives``); neighbours with one winner become one.
 
-Two sizes (``Grid``): each range of the first is divided by the ranges of the second, in this order; a call takes the
+Two sizes (``inner``): each range of the first is divided by the ranges of the second, in this order; a call takes the
 first whose ends are not below its sizes.
 """
 
@@ -17,7 +17,6 @@ from typing import Any
 
 from ..ir.decision import key_of
 from ..ir.expr import Expr, Sym, expr
-from ..ir.grid import Grid
 from ..ir.program import Assume, Choice, Ranges, Variant
 from ..logs import get as logger
 
@@ -50,7 +49,7 @@ class Range:
 
 
 def inner_of(ranges: Ranges | None) -> Ranges | None:
-    return ranges.inner if isinstance(ranges, Grid) else None
+    return ranges.inner if ranges is not None else None
 
 
 def ranges_of(choice: Choice) -> list[Range]:

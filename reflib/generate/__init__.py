@@ -9,7 +9,7 @@ import torch
 
 from ..errors import GenerateError
 from ..ir.loops import LoopNest
-from ..ir.program import Buffer, Extern, KernelNode, Program, Template, Variant, kernel_variants
+from ..ir.program import Buffer, KernelNode, Program, Variant, kernel_variants
 from ..seams import Seam
 from ..target import Target
 from .kernel import Kernel
@@ -24,8 +24,8 @@ def _triton(node: KernelNode, buffers: dict[str, Buffer], target: Target, aligne
     return generate_triton(node.name, parts, node.config, buffers, target, aligned)
 
 
-# (KernelNode, buffers, target, aligned buffers) -> Kernel, by the kind of device, or "template" for those around a
-# Template, "user" for the user's. A CPU without a printer: Triton's interpreter runs a GPU's (``pipeline.targets``).
+# (KernelNode, buffers, target, aligned buffers) -> Kernel, by the class of a part that is no LoopNest or of its target,
+# else by the kind of device. A CPU without a printer: Triton's interpreter runs a GPU's (``pipeline.targets``).
 PRINTERS = Seam("generate.PRINTERS", {"cuda": _triton, "hip": _triton})
 
 
@@ -42,7 +42,8 @@ def generate(program: Program, target_of: Callable[[torch.device], Target]) -> d
 def _generate(variant: Variant, program: Program, target: Target) -> Kernel:
     aligned = tuple(a.what for a in variant.predicate if a.kind == "aligned")
     node = variant.kernel
-    kind = {Template: "template", Extern: "user"}.get(type(node.parts[0]), target.kind)
+    kind = type(getattr(node.parts[0], "target", node.parts[0])).__name__
+    kind = kind if kind in PRINTERS else target.kind
     if kind not in PRINTERS:
         raise GenerateError(f"kernel {node.name}: nothing prints code for {kind}")
     return PRINTERS[kind](node, program.buffers, target, aligned)

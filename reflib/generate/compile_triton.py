@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
@@ -119,12 +119,8 @@ def start_triton() -> None:
 
 
 def _key(kernel: Kernel, target: Target) -> str:
-    return cache.key(
-        "triton", _FORMAT, _triton_version(), target.arch, target.warp, kernel.name, kernel.source,
-        tuple(str(d) for _, d in kernel.buffers), tuple(s.name for s in kernel.symbols), kernel.index_type,
-        kernel.num_warps, kernel.num_stages, kernel.aligned, kernel.scratch, kernel.pdl, kernel.exact,
-        kernel.keep_loops, kernel.settings,
-    )  # fmt: skip
+    own = (str(getattr(kernel, f.name)) for f in fields(kernel) if f.name != "grid")
+    return cache.key("triton", _FORMAT, _triton_version(), target.arch, target.warp, *own)
 
 
 @functools.cache
@@ -176,18 +172,20 @@ def _compile(kernel: Kernel, target: Target, key: str, only_parse: bool = False)
 
     def attempt() -> tuple[dict[str, Any], Any]:
         nonlocal by_hand
-        with _private_settings(), same_addresses(), _front_end:
-            fn = load_function(kernel, key)
-            constants = {p.name: p.default for p in fn.params if p.is_constexpr}
-            types = signature(kernel, list(fn.arg_names))
-            by_hand = BY_HAND.format(kernel.source, kernel.name, types, constants, attrs, repr(where), options)
-            return _passes(ASTSource(fn, types, constants, attrs), where, options, kernel.keep_loops, only_parse)
+        with _private_settings(), same_addresses():
+            with _front_end:
+                fn = load_function(kernel, key)
+                constants = {p.name: p.default for p in fn.params if p.is_constexpr}
+                types = signature(kernel, list(fn.arg_names))
+                by_hand = BY_HAND.format(kernel.source, kernel.name, types, constants, attrs, repr(where), options)
+                module, stages, facts = _parsed(ASTSource(fn, types, constants, attrs), where, options)
+            return {} if only_parse else _passes(module, stages, facts, kernel.keep_loops), facts
 
     try:
         try:
             made, facts = attempt()
         except Exception as e:
-            if not failures.crashed(_first_lines(e)):
+            if not failures.crashed(f"{type(e).__name__}: {e}"[:1000]):  # without the source that ptxas's holds
                 raise
             failures.forget(e)
             with failures.ALONE:
@@ -232,17 +230,10 @@ def _renamed(like: Binary, kernel: Kernel, target: Target) -> Binary:
     return replace(like, name=kernel.name, entry=kernel.name, image=image, ptx=ptx)
 
 
-def _first_lines(e: Exception) -> str:
-    """Its message, without the source that ptxas's holds."""
-    return f"{type(e).__name__}: {e}"[:1000]
-
-
-def _passes(
-    source: Any, target: Any, options: dict[str, Any], keep_loops: bool, only_parse: bool
-) -> tuple[dict[str, Any], Any]:
-    """What ``triton.compile`` does, but for its cache, whose eight files per kernel take longer than some passes; our
-    cache has what we need. Returns (results by stage: "ptx", "cubin", ...; facts such as the shared memory); for
-    ``only_parse`` no results."""
+def _parsed(
+    source: Any, target: Any, options: dict[str, Any]
+) -> tuple[Any, dict[str, Callable[..., Any]], dict[str, Any]]:
+    """The module in Triton's language, the passes by their result ("ptx", "cubin", ...), what these write facts to."""
     from triton._C.libtriton import ir
     from triton.compiler.compiler import make_backend
 
@@ -254,16 +245,21 @@ def _passes(
     stages: dict[str, Callable[..., Any]] = {}
     backend.add_stages(stages, parsed, source.language)
     helpers = backend.get_codegen_implementation(parsed), backend.get_module_map()
-    module = source.make_ir(target, parsed, *helpers, context)
-    _front_end.leave()
-    facts: dict[str, Any] = {"target": target, **parsed.__dict__}
+    return source.make_ir(target, parsed, *helpers, context), stages, {"target": target, **parsed.__dict__}
+
+
+def _passes(
+    module: Any, stages: dict[str, Callable[..., Any]], facts: dict[str, Any], keep_loops: bool
+) -> dict[str, Any]:
+    """What ``triton.compile`` does, but for its cache, whose eight files per kernel take longer than some passes; our
+    cache has what we need. Returns the results by stage; ``facts`` such as the shared memory are added."""
     made: dict[str, Any] = {}
-    for stage, run in () if only_parse else stages.items():
+    for stage, run in stages.items():
         module = run(module, facts)
         if stage == "ptx":
             module = without_packed_adds(with_loops_kept(module) if keep_loops else module)
         made[stage] = module
-    return made, facts
+    return made
 
 
 # What was asked of Triton, as a program.
@@ -279,32 +275,11 @@ if __name__ == "__main__":
 """
 
 
-class _FrontEnd:
-    """Triton's part in Python, for one thread at a time: it parses functions, and keeps tables of them, in ways that
-    are not safe in threads (Python 3.11's own parser miscounts its recursion depth then, gh-106905). ``with`` enters
-    it; it is left before the kernel's first pass: passes and the assembler run beside one another."""
-
-    def __init__(self) -> None:
-        self.lock, self.here = threading.Lock(), threading.local()
-
-    def __enter__(self) -> None:
-        self.lock.acquire()
-        self.here.inside = True
-
-    def leave(self) -> None:
-        """For the thread that is in it; of another one, nothing happens."""
-        if getattr(self.here, "inside", False):
-            self.here.inside = False
-            self.lock.release()
-
-    def __exit__(self, *error: object) -> None:
-        self.leave()
-
-
-_front_end = _FrontEnd()
-# a child does not have the thread that was in it
-os.register_at_fork(after_in_child=_front_end.__init__)  # type: ignore[misc]
-
+# Triton's part in Python, for one thread at a time: it parses functions, and keeps tables of them, in ways that are not
+# safe in threads (Python 3.11's own parser miscounts its recursion depth then, gh-106905). Passes and the assembler run
+# beside one another. (A child does not have the thread that was in it.)
+_front_end = threading.Lock()
+os.register_at_fork(after_in_child=_front_end._at_fork_reinit)  # type: ignore[attr-defined]
 
 _KEEP = 0xFFFFFFFF  # personality(2): only return it
 _FIXED = 0x0040000 | 0x0200000  # ADDR_NO_RANDOMIZE; ADDR_COMPAT_LAYOUT, whatever the limit of the stack is

@@ -45,16 +45,9 @@ def generate_cpp(name: str, parts: tuple[LoopNest, ...], config: Config, buffers
     nests = [arrange(p) for p in parts]
     names = names_of(used, {a.var.name for n in nests for a in n.loops.axes} | {s.name for s in symbols})
     one_order = dict(config.extras).get("one_order", False)
-    checks = 0
 
     def body(nest: Nest) -> Callable[[Writer], None]:
-        def write(w: Writer) -> None:
-            nonlocal checks
-            emitter = Emitter(w, nest, buffers, names, checks, one_order)
-            emitter.emit()
-            checks = emitter.checks
-
-        return write
+        return lambda w: Emitter(w, nest, buffers, names, one_order).emit()
 
     return function(name, used, written, symbols, buffers, names, [(p, body(n)) for p, n in zip(parts, nests)])
 

@@ -23,10 +23,11 @@ KEPT_ROW = 8192  # longest row of values that is kept from one pass for the next
 
 @dataclass
 class Writer:
-    """Lines of code at an indentation."""
+    """Lines of code at an indentation. ``checks``: bounds checks in them."""
 
     lines: list[str] = field(default_factory=list)
     depth: int = 0
+    checks: int = 0
 
     def line(self, s: str) -> None:
         self.lines.append("  " * self.depth + s)
@@ -64,15 +65,14 @@ def _block_loops(a: Axis, block: int | None) -> tuple[list[str], str]:
 
 
 class Emitter:
-    """Writes one LoopNest. ``names``: the buffers' names in C++. ``checks``: bounds checks written so far."""
+    """Writes one LoopNest. ``names``: the buffers' names in C++."""
 
     def __init__(
-        self, w: Writer, nest: Nest, buffers: dict[str, Buffer], names: dict[str, str], checks: int,
-        one_order: bool = False,
+        self, w: Writer, nest: Nest, buffers: dict[str, Buffer], names: dict[str, str], one_order: bool = False
     ):
         self.w, self.nest, self.loops = w, nest, nest.loops
         self.body: tuple[Any, ...] = nest.loops.body
-        self.buffers, self.names, self.checks = buffers, names, checks
+        self.buffers, self.names = buffers, names
         self.by_column = depends_on(self.loops, nest.column)
         self.by_step = depends_on(self.loops, nest.rows[-1] if nest.rows else None)
         self.given: dict[int, str] = {}  # statements whose value is in a tile, and where
@@ -150,15 +150,10 @@ class Emitter:
                         self.w.line(f"tile{i}[{c} - {c}_from][{a} - {a}_from] = {self._value(i)};")
             self.given = {i: f"tile{i}[{c} - {c}_from][{a} - {a}_from]" for i in jumping}
             with self.w.block(loop(across, f"{a}_from", f"{a}_to")):
-                self._statements(i for i in range(len(self.body)) if not self.by_column[i])
-                inner = [i for i in range(len(self.body)) if self.by_column[i]]
-                if not self._checks(inner):
-                    self.w.line("#pragma omp simd")
-                with self.w.block(loop(column, f"{c}_from", f"{c}_to")):
-                    self._statements(inner)
+                self.rows_of_tile(loop(column, f"{c}_from", f"{c}_to"))
 
     def rows_of_tile(self, columns: str) -> None:
-        """A row of a tile that was computed elsewhere; ``columns``: the head of the loop over it."""
+        """A row of a tile in which some values are given; ``columns``: the head of the loop over it."""
         inner: list[int] = []
         for i, s in enumerate(self.body):
             if self.by_column[i] or i in self.given or any(a in inner for a in stmt_args(s)):
@@ -443,9 +438,9 @@ class Emitter:
         return text.operation(s, tuple(names), dtype)
 
     def _indirect(self, i: int, s: Indirect) -> None:
-        self.checks += 1
+        self.w.checks += 1
         size = text.index(s.size)
         arg = self._name(s.arg)
         self.w.line(f"const int64_t v{i} = {f'{arg} < 0 ? {arg} + {size} : {arg}' if s.wraps else arg};")
-        failed = f"__atomic_store_n(&failed, {self.checks}, __ATOMIC_RELAXED)"
+        failed = f"__atomic_store_n(&failed, {self.w.checks}, __ATOMIC_RELAXED)"
         self.w.line(f"if ((uint64_t)v{i} >= (uint64_t)({size})) {{ {failed}; {self.leave}; }}")

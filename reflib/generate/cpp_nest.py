@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..ir.expr import Expr, Ref
+from ..ir.expr import Ref
 from ..ir.loops import Axis, BodyBuilder, Load, LoopNest, Op, Reduce, Store, map_stmt
 from ..ir.transforms import drop_unit_axes, merge_axes, needed, phases, two_passes, varying
 
@@ -71,15 +71,13 @@ def _without_arg_reductions(loops: LoopNest) -> LoopNest:
     return replace(loops, body=tuple(b.body))
 
 
-def _strides(loops: LoopNest, axis: Axis) -> list[tuple[int, Expr | None]]:
-    """(weight, stride) of ``axis`` in every load and store; a store counts twice."""
-    accesses = [s for s in loops.body if isinstance(s, (Load, Store))]
-    return [(1 + isinstance(s, Store), s.index.coefficient(axis.var)) for s in accesses]
-
-
 def _sorted(loops: LoopNest, axes: tuple[Axis, ...]) -> list[Axis]:
+    accesses = [s for s in loops.body if isinstance(s, (Load, Store))]
+
     def distance(a: Axis) -> int:
-        return sum(w * min(abs(c.hint()), 1 << 40) for w, c in _strides(loops, a) if c is not None)
+        """The sum of its strides; a store's counts twice."""
+        strides = ((1 + isinstance(s, Store), s.index.coefficient(a.var)) for s in accesses)
+        return sum(w * min(abs(c.hint()), 1 << 40) for w, c in strides if c is not None)
 
     out = sorted(axes, key=distance, reverse=True)
     stored = [s.index for s in loops.body if isinstance(s, Store)]

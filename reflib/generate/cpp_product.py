@@ -1,9 +1,7 @@
 """A Template on a CPU: the product of ``cpp_product.h``, with the epilogue as a function of each tile.
 
-For ``Options.batch_invariant``. On a machine with AVX2, beside MKL's own call (float32, 1024 x 1024, one thread), it
-takes 1.0 to 1.3 times as long for 8 rows and more, and 2 to 3.5 times for one row, which MKL does not copy into panels;
-of halves, for which that machine has no instructions, a fiftieth to a half. ``python -m tests.invariance_cost`` prints
-it for the machine at hand.
+For ``Options.batch_invariant``. Beside MKL's own call (float32, 1024 x 1024, one thread, AVX2) it takes 1.0 to 1.3
+times as long for 8 rows and more, 2 to 3.5 times for one row; ``python -m tests.invariance_cost`` prints it.
 """
 
 import torch
@@ -40,7 +38,7 @@ def print_product(node: KernelNode, buffers: dict[str, Buffer]) -> Kernel:
         w.line(f"  {operands},")
         with w.block(f"  {sizes}, threads, [=, &failed]({tile}, const {wide}* sums, int64_t stride)"):
             nest = Nest(t.epilogue, axes[:-1], axes[-1], ())
-            emitter = Emitter(w, nest, buffers, names, 0)
+            emitter = Emitter(w, nest, buffers, names)
             place = f"sums[({y} - {y}_from) * stride + {x} - {x}_from]"
             emitter.given = {i: place for i, s in enumerate(t.epilogue.body) if isinstance(s, Acc)}
             with w.block(loop(axes[-2], f"{y}_from", f"{y}_to")):

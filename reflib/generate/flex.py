@@ -7,13 +7,9 @@ with the mask function, then those that it leaves whole, without. It keeps per r
 scaled whenever ``top`` rises. A row that is masked altogether has total 0: its result is 0, and its log-sum-exp
 -inf, as eagerly.
 
-**How it fits in.** A matmul's Template has one slot behind its product, which ``fuse`` fills with neighbours. Here
-the slot is within the product of two products, and is the user's: ``lower.flex_slot`` fills it from the graphs that
-come with the op. So the node is an Extern, which ``fuse`` leaves alone, whose target (``ir.flex.FlexKernel``) holds
-the slot; like a Triton kernel of the user's it goes through ``schedule.SCHEDULERS`` (``schedule.flex``: tiling, what
-it assumes) and ``generate.PRINTERS``. From there on it is a kernel like any other: planned, launched by either
-wrapper, packaged for many architectures. With autotuning the tilings are a Choice, decided as all are. Nothing of
-the core knows of it.
+**How it fits in.** The slot for the user's functions is within the product of two products (``ir.flex``), so the node
+is an Extern, which ``fuse`` leaves alone; it is scheduled (``schedule.flex``: tiling, what it assumes) and printed by
+the class of its target, and from there on a kernel like any other. With autotuning the tilings are a Choice.
 
 NB: TorchInductor's template also reads through TMA descriptors, and has a kernel of its own for few queries, which
 divides the keys among programs.

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import GenerateError
 from ..ir.expr import Atom, Expr, IntLike, Var, expr
-from ..ir.flex import INPUTS, FlexKernel
+from ..ir.flex import INPUTS, RESULTS, FlexKernel
 from ..ir.loops import Load, Store
 from ..ir.program import Buffer, Extern, KernelNode, View
 from ..ir.transforms import needed, substitute, varying
@@ -108,7 +108,7 @@ class FlexPrinter:
         body = tuple(self._captured(s) if isinstance(s, Load) else s for s in substitute(self.kernel.slot.body, env))
         y, x = (Var(d, self.length[n]) for d, n in (("y", self.rows), ("x", self.columns)))
         shown = torch.float32 if self.kernel.exact else torch.float16  # what a last bit of the results could show in
-        results = {n: Buffer(n, torch.bool if n == "mask" else shown, torch.device("cpu"), (), ()) for n in _RESULTS}
+        results = {n: Buffer(n, torch.bool if n == "mask" else shown, torch.device("cpu"), (), ()) for n in RESULTS}
         masks = {"y": self.ragged[self.rows], "x": self.ragged[self.columns]}
         space = Space("tile", body, x, y)
         return SlotPrinter(space, self.node.config, {**self.buffers, **results}, self.needs, masks)
@@ -236,13 +236,13 @@ class FlexPrinter:
         if self.slot.masks[d]:
             self.put(f"{d}mask = {d} < {self.size(self.length[name])}")
 
-    def over(self, walked: str, results: Sequence[str], step: Step, head: str = "h") -> None:
+    def over(self, walked: str, results: Sequence[str], step: Step) -> None:
         """``step(masked)`` for every block of the keys (dkv: queries) ``walked`` that the mask leaves anything of."""
         self.slot.outside(results)
         if self.kernel.blocks[0]:
-            self._listed(walked, step, head, "")
+            self._listed(walked, step, "")
             if "full_num" in self.given:
-                self._listed(walked, step, head, "full_")
+                self._listed(walked, step, "full_")
             return
         if self._end(walked) != "0":
             self.put(f"for start in tl.range(0, {self._end(walked)}, {walked.upper()}BLOCK, {self._stages}):")
@@ -263,7 +263,7 @@ class FlexPrinter:
             self.put(f"if {end} < {self.size(self.length[walked])}:")
         self._body(walked, end, step, True, rest=True, inside=not known)
 
-    def _listed(self, walked: str, step: Step, head: str, which: str) -> None:
+    def _listed(self, walked: str, step: Step, which: str) -> None:
         """The blocks of one list. A block of the mask is one of scores, or several."""
         sizes = dict(zip("mn", self.kernel.blocks))
         kept = "n" if walked == "m" else "m"
@@ -273,8 +273,8 @@ class FlexPrinter:
         if sizes[kept] != self.block[kept]:
             row = f"tile // {sizes[kept] // self.block[kept]}"
         self.put("# blocks that the mask cuts" if not which else "# blocks that it leaves whole")
-        self.put(f"{which}count = tl.load({self.place(f'{which}num', 'b', head, [(2, paren(row))])})")
-        self.put(f"{which}at = {self.place(f'{which}idx', 'b', head, [(2, paren(row))])}")
+        self.put(f"{which}count = tl.load({self.place(f'{which}num', 'b', 'h', [(2, paren(row))])})")
+        self.put(f"{which}at = {self.place(f'{which}idx', 'b', 'h', [(2, paren(row))])}")
         end = f"{which}count" if each == 1 else f"{which}count * {each}"
         stride = self.given[f"{which}idx"].strides[3]
         following = f"tl.minimum({'i + 1' if each == 1 else f'(i + 1) // {each}'}, {which}count - 1)"
@@ -330,9 +330,6 @@ class FlexPrinter:
     def constant(self, name: str, value: float) -> str:
         self.constants[name] = value  # type: ignore[assignment]
         return name
-
-
-_RESULTS = ("modified", "mask", "of_score")
 
 
 def _power(size: Expr) -> int:

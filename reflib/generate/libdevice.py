@@ -2,11 +2,11 @@
 
 Triton links LLVM bitcode of all of libdevice's 350 functions into every kernel that calls one (``exp2`` is one), and
 drops what is not called: reading it takes 40 ms, a quarter of such a kernel's compilation. What is left of it for one
-set of functions is the same in every kernel, so it is kept, as text, in the on-disk cache; reading that takes 2 ms.
+set of functions is kept, as text, in the on-disk cache; reading that takes 2 ms. The machine code is the same.
 
-Triton has no option for this (``extern_libs`` is chosen before it is known what is called). So while reflib compiles,
-``link`` stands in for its binding ``llvm.link_extern_libs``. It makes the text with Triton's own linker, from a module
-that declares and calls those functions. Whatever goes wrong, the whole library is linked. The machine code is the same.
+Triton has no option for this. So while reflib compiles, ``link`` stands in for its binding ``llvm.link_extern_libs``.
+It makes the text with Triton's own linker, from a module that declares and calls those functions. Whatever goes wrong,
+the whole library is linked.
 """
 
 import contextlib

@@ -16,13 +16,11 @@ import torch
 
 from ..autotune.roofline import FP8
 from ..errors import GenerateError
-from ..ir.expr import Atom, Expr, IntLike, Var, expr
+from ..ir.expr import Expr, IntLike, expr
 from ..ir.program import Buffer, KernelNode, Template, Tiling, View
-from ..ir.transforms import substitute
-from ..schedule.axes import Space
 from ..target import Target
 from .kernel import Kernel
-from .matmul_prologue import OperandPrinter
+from .matmul_prologue import OperandPrinter, tile_space
 from .triton import HEADER, LIBDEVICE, known_multiples
 from .triton_facts import HALF, blocks, paren, pointer_name
 from .triton_ops import TL, Needs, helper_text, print_cast
@@ -49,7 +47,7 @@ class MatmulPrinter:
         self.workspace = {b.kind: b for b in node.workspace}
         self.needs = Needs()
         masks = {"y": _ragged(self.m, self.tiling.m), "x": _ragged(self.n, self.tiling.n)}
-        self.body = StatementPrinter(epilogue_space(template), node.config, self.buffers, self.needs, masks)
+        self.body = StatementPrinter(tile_space(template.epilogue), node.config, self.buffers, self.needs, masks)
         self.views = {"a": template.a, "b": template.b}
         self.computed = {n: OperandPrinter(self, n, v) for n, v in self.views.items() if template.prologue(v)}
         self.pointers = {n: self.pointer(v) for n, v in self.views.items() if n not in self.computed}
@@ -212,9 +210,9 @@ class MatmulPrinter:
             self.put(f"{name} = {text}")
         self.put(self.dot())
         if loop:
-            for name, v in self.views.items():
-                if name in self.pointers:
-                    self.put(f"{name}_at += {self._step(v.strides[2 if name == 'a' else 1])}")
+            for name in self.pointers:
+                stride = self.views[name].strides[2 if name == "a" else 1]
+                self.put(f"{name}_at += KBLOCK" + ("" if stride == 1 else f" * {paren(self.size(stride))}"))
             self.indent(-1)
         if self.turned:
             self.put("acc = acc.T")
@@ -226,11 +224,6 @@ class MatmulPrinter:
         self.first = f"{split} * {paren(depth)}" if split else ""
         start = f"{self.first} + " if split else ""
         self.put(f"k = {start}{paren(text) if self.wide and ways > 1 else text}{self.wide}")
-
-    def _step(self, stride: Expr) -> str:
-        if stride == 1:
-            return "KBLOCK"
-        return f"KBLOCK * {paren(self.size(stride))}"
 
     def dot(self) -> str:
         """One step. Products of halves are exact in float32; one of float32 states its precision."""
@@ -281,10 +274,6 @@ class MatmulPrinter:
             text = f"{text}.to(tl.float32)"
         return print_cast(text, source, dtype)
 
-    def interior(self, v: View) -> Buffer:
-        """What a computed operand would be in memory."""
-        return Buffer(v.buffer, v.dtype, next(iter(self.buffers.values())).device, v.shape, v.strides)
-
     # -- after it -------------------------------------------------------------------------------
     def epilogue(self, y: str = "m[:, None]", x: str = "n[None, :]") -> None:
         """What is done with ``acc``, at the rows ``y`` and the columns ``x``."""
@@ -317,11 +306,3 @@ def _load(at: str, masks: list[str], dtype: torch.dtype) -> str:
         return f"tl.load({at})"
     mask = " & ".join(f"({m})" for m in masks) if len(masks) > 1 else masks[0]
     return f"tl.load({at}, mask={mask}, other={'0.0' if dtype in FP8 else '0'})"
-
-
-def epilogue_space(t: Template) -> Space:
-    """The epilogue over y, x (and z, the batch). Its axes keep their order: the accumulator has their shape."""
-    axes = t.epilogue.axes
-    made = [Var(letter, a.size) for letter, a in zip("zyx"[3 - len(axes) :], axes)]
-    env: dict[Atom, IntLike] = {a.var: expr(v) for a, v in zip(axes, made)}
-    return Space("tile", substitute(t.epilogue.body, env), **{v.name: v for v in made})

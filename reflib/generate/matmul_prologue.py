@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from ..errors import GenerateError
 from ..ir.expr import Atom, BinOp, Expr, IntLike, Var, ceildiv, expr
-from ..ir.loops import Load, Store
-from ..ir.program import View
+from ..ir.loops import Load, LoopNest, Store
+from ..ir.program import Buffer, View
 from ..ir.transforms import substitute, varying
 from ..schedule.axes import Space
 from .triton_facts import paren
@@ -40,12 +40,10 @@ class OperandPrinter(StatementPrinter):
         letters = "mk" if name == "a" else "kn"
         self.side = dict(zip("yx", letters))
         self.block = {d: {"m": p.tiling.m, "n": p.tiling.n, "k": p.tiling.k}[s] for d, s in self.side.items()}
-        made = [Var(d, a.size) for d, a in zip("zyx"[3 - len(nest.axes) :], nest.axes)]
-        env: dict[Atom, IntLike] = {a.var: expr(m) for a, m in zip(nest.axes, made)}
-        space = Space("tile", substitute(nest.body, env), **{m.name: m for m in made})
-        buffers = {**p.buffers, v.buffer: p.interior(v)}
+        device = next(iter(p.buffers.values())).device
+        buffers = {**p.buffers, v.buffer: Buffer(v.buffer, v.dtype, device, v.shape, v.strides)}  # as it were in memory
         masks = {d: p.body.masks.get({"m": "y", "n": "x"}.get(s, ""), False) for d, s in self.side.items()}
-        super().__init__(space, p.config, buffers, p.needs, masks, f"_{name}")
+        super().__init__(tile_space(nest), p.config, buffers, p.needs, masks, f"_{name}")
         self.lines, self.symbols, self.pointers = p.body.lines, p.body.symbols, p.body.pointers
         self.folded: set[str] = set()
 
@@ -158,6 +156,13 @@ class OperandPrinter(StatementPrinter):
     def _start(self) -> str:
         """A block's first depth."""
         return " + ".join(t for t in (self.p.first, self.start) if t) or "0"
+
+
+def tile_space(nest: LoopNest) -> Space:
+    """A nest over y, x (and z, the batch). Its axes keep their order: a block has their shape."""
+    made = [Var(d, a.size) for d, a in zip("zyx"[3 - len(nest.axes) :], nest.axes)]
+    env: dict[Atom, IntLike] = {a.var: expr(v) for a, v in zip(nest.axes, made)}
+    return Space("tile", substitute(nest.body, env), **{v.name: v for v in made})
 
 
 def _quotient(v: Var, c: int) -> Atom:

@@ -1,22 +1,19 @@
-"""Split-K in one launch: SPLITS programs share a tile's depth, and their float32 parts are added in the order of their
-numbers, so that results repeat bit for bit. Two ways to detect that the parts are complete:
+"""Split-K in one launch (CUDA): SPLITS programs share a tile's depth, and their float32 parts are added in the order of
+their numbers, so that results repeat bit for bit.
 
-**With reducers** (``Tiling.reducers``; CUDA). That many more programs per tile reduce a piece of it each: they read
-that piece of all parts, add, run the epilogue, and store zeros. A part is its own flag: zero means "not written yet"
-and is read again, so no counter and no fence is needed. A part is stored with the bits of HOLE flipped, a signalling
-NaN; arithmetic results in quiet NaNs only, so no part is ever stored as zero. Programs start in the order of their
-numbers and reducers have the last ones, so they wait only for programs that run already, which do not wait: no
-deadlock, however few fit on the GPU. (A reducer that waits for 10 seconds stops with an error.)
+``Tiling.reducers`` more programs per tile reduce a piece of it each: they read that piece of all parts, add, run the
+epilogue, and store zeros. A part is its own flag: zero means "not written yet" and is read again, so no counter and no
+fence is needed. A part is stored with the bits of HOLE flipped, a signalling NaN; arithmetic results in quiet NaNs
+only, so no part is ever stored as zero. Programs start in the order of their numbers and reducers have the last ones,
+so they wait only for programs that run already, which do not wait: no deadlock, however few fit on the GPU. (A reducer
+that waits for 10 seconds stops with an error.)
 
-**Without.** Each program increments a counter atomically, which also makes its part visible to later ones; the last one
-resets the counter, adds all parts and runs the epilogue (Stream-K's fix-up: Osama et al., PPoPP 2023). The fence, the
-atomic and a single reader take about 2 us more for small tiles.
+NB: elsewhere each program increments a counter, and the last one adds all parts (Stream-K's fix-up: Osama et al., PPoPP
+2023). The fence, the atomic and a single reader take about 2 us more for small tiles.
 
 The warps of one program may share a block's depth as well (``warps_k``): the product then has three dimensions and is
 added up over the first.
 """
-
-import torch
 
 from ..errors import GenerateError
 from ..ir.expr import Expr, expr
@@ -30,105 +27,22 @@ ROUNDS = 1 << 24  # of waiting, some 10 seconds
 def print_split(p: MatmulPrinter) -> Expr:
     """Programs of one split have consecutive numbers, so that neighbours share operands."""
     t = p.tiling
-    if t.splits < 2 and (t.warps_k < 2 or t.reducers):
+    if t.splits < 2:
         raise GenerateError(f"{p.template.name}: a tiling of kind split with nothing split")
-    if t.reducers and (p.target.kind != "cuda" or t.m * t.n < t.reducers):
+    if p.target.kind != "cuda" or not 1 <= t.reducers <= t.m * t.n:
         raise GenerateError(f"{p.template.name}: {t.reducers} reducers for a tile of {t.m} x {t.n} on {p.target.arch}")
     p.wait("gdc_launch_dependents, ")
     tiles = expr(1) if p.tiles == 0 else p.tiles
-    if t.splits > 1:
-        p.constants["SPLITS"] = t.splits
-        p.put(f"pid = {p.pid()}")
-        count = p.count("tiles", tiles)
-        p.put("tile, split = 0, pid" if tiles == 1 else f"tile, split = pid % {count}, pid // {count}")
-    else:
-        p.put(f"tile = {p.pid()}")
+    p.constants["SPLITS"] = t.splits
+    p.put(f"pid = {p.pid()}")
+    count = p.count("tiles", tiles)
+    p.put("tile, split = 0, pid" if tiles == 1 else f"tile, split = pid % {count}, pid // {count}")
     p.tile()
-    if t.splits == 1:
-        _product(p, "")
-        p.epilogue()
-    elif t.reducers:
-        _with_reducers(p, tiles)
-    else:
-        _with_counter(p, tiles)
-    return p.tiles * (t.splits + t.reducers)
-
-
-def _product(p: MatmulPrinter, split: str) -> None:
-    p.span()
-    p.product(split, p.tiling.splits, p.tiling.warps_k)
-    if p.pdl:
-        p.put("gdc_launch_dependents()")
-    if p.tiling.warps_k > 1:
-        p.helpers.append(sum_ways(p.tiling.warps_k))
-        p.put("acc = sum_ways(acc, MBLOCK, NBLOCK)")
-
-
-def _workspace(p: MatmulPrinter, kind: str, dtype: torch.dtype, words: Expr) -> str:
-    found = p.workspace.get(kind)
-    if found is None or found.dtype != dtype or (p.tiles != 0 and found.numel != words):
-        text = f"{words} {str(dtype).removeprefix('torch.')} of kind {kind}"
-        raise GenerateError(f"{p.template.name}: a split tiling needs a workspace of {text}")
-    return p.body.pointer(found.name)
-
-
-def _parts(p: MatmulPrinter, kind: str, dtype: torch.dtype, tiles: Expr) -> None:
-    """``parts``: the address of the tile's first part."""
-    t = p.tiling
-    name = _workspace(p, kind, dtype, tiles * (t.splits * t.m * t.n))
-    small = tiles.constant is not None and tiles.constant * t.splits * t.m * t.n < 2**31
-    tile = "tile" if small or p.wide else "tile.to(tl.int64)"
-    p.put(f"parts = {name}" + ("" if tiles == 1 else f" + {tile} * (SPLITS * MBLOCK * NBLOCK)"))
-
-
-PLACE = "place = tl.arange(0, MBLOCK)[:, None] * NBLOCK + tl.arange(0, NBLOCK)[None, :]"
-
-
-def _at_once(p: MatmulPrinter, words: int) -> tuple[int, bool]:
-    """(parts of ``words`` words read at once, a power of two; is the number of parts no multiple of it?)"""
-    t = p.tiling
-    most = max(1, IN_REGISTERS * 32 * t.num_warps // words)
-    count = min(1 << (t.splits - 1).bit_length(), most)
-    return count, t.splits % count != 0
-
-
-# -- the last program -------------------------------------------------------------------------------
-def _with_counter(p: MatmulPrinter, tiles: Expr) -> None:
-    t = p.tiling
-    _product(p, "split")
-    _parts(p, "temp", torch.float32, tiles)
-    counters = _workspace(p, "zeros", torch.int32, tiles)
-    p.put(PLACE)
-    p.put("tl.store(parts + split * (MBLOCK * NBLOCK) + place, acc)")
-    p.put("tl.debug_barrier()")
-    p.put(f'if tl.atomic_add({counters} + tile, 1, sem="acq_rel") == SPLITS - 1:')
-    p.indent(1)
-    p.put(f"tl.store({counters} + tile, 0)")
-    count, more = _at_once(p, t.m * t.n)
-    mask = "mask=s < SPLITS, other=0.0, " if more else ""
-    read = f'tl.load(parts + s * (MBLOCK * NBLOCK) + place[None, :, :], {mask}cache_modifier=".cg")'
-    if count >= t.splits:
-        p.put(f"s = tl.arange(0, {count})[:, None, None]")
-        p.put(f"acc = tl.sum({read}, axis=0)")
-    else:
-        p.put("acc = tl.zeros([MBLOCK, NBLOCK], tl.float32)")
-        p.put(f"for first in tl.range(0, SPLITS, {count}):")
-        p.put(f"    s = first + tl.arange(0, {count})[:, None, None]")
-        p.put(f"    acc += tl.sum({read}, axis=0)")
-    p.epilogue()
-    p.indent(-1)
-
-
-# -- reducers ---------------------------------------------------------------------------------------
-def _with_reducers(p: MatmulPrinter, tiles: Expr) -> None:
     p.constants["HOLE"] = HOLE
-    _parts(p, "zeros", torch.int32, tiles)
+    _parts(p, tiles)
     p.put("if split < SPLITS:")
     p.indent(1)
-    _product(p, "split")
-    p.put(PLACE)
-    p.put("# zero would mean: not here yet")
-    p.put("tl.store(parts + split * (MBLOCK * NBLOCK) + place, acc.to(tl.int32, bitcast=True) ^ HOLE)")
+    _product(p)
     p.indent(-1)
     p.put("else:")
     p.indent(1)
@@ -136,8 +50,34 @@ def _with_reducers(p: MatmulPrinter, tiles: Expr) -> None:
         p.put("gdc_launch_dependents()")
     _reducer(p)
     p.indent(-1)
+    return p.tiles * (t.splits + t.reducers)
 
 
+def _parts(p: MatmulPrinter, tiles: Expr) -> None:
+    """``parts``: the address of the tile's first part."""
+    t, space = p.tiling, p.workspace.get("zeros")
+    words = tiles * (t.splits * t.m * t.n)
+    if space is None or (p.tiles != 0 and space.numel != words):
+        raise GenerateError(f"{p.template.name}: a split tiling needs a workspace of {words} int32 of kind zeros")
+    small = words.constant is not None and words.constant < 2**31
+    tile = "tile" if small or p.wide else "tile.to(tl.int64)"
+    p.put(f"parts = {p.body.pointer(space.name)}" + ("" if tiles == 1 else f" + {tile} * (SPLITS * MBLOCK * NBLOCK)"))
+
+
+def _product(p: MatmulPrinter) -> None:
+    p.span()
+    p.product("split", p.tiling.splits, p.tiling.warps_k)
+    if p.pdl:
+        p.put("gdc_launch_dependents()")
+    if p.tiling.warps_k > 1:
+        p.helpers.append(sum_ways(p.tiling.warps_k))
+        p.put("acc = sum_ways(acc, MBLOCK, NBLOCK)")
+    p.put("place = tl.arange(0, MBLOCK)[:, None] * NBLOCK + tl.arange(0, NBLOCK)[None, :]")
+    p.put("# zero would mean: not here yet")
+    p.put("tl.store(parts + split * (MBLOCK * NBLOCK) + place, acc.to(tl.int32, bitcast=True) ^ HOLE)")
+
+
+# -- reducers ---------------------------------------------------------------------------------------
 def _reducer(p: MatmulPrinter) -> None:
     """A piece of YBLOCK x XBLOCK points: whole rows of the tile, or a part of one."""
     t = p.tiling
@@ -159,8 +99,9 @@ def _add_parts(p: MatmulPrinter, words: int) -> list[str]:
     """``total``: the sum of a piece. Returns the lines that store zeros again, to be put after the results are stored;
     none when the parts do not fit into registers together and zeros are stored in the loop."""
     t = p.tiling
-    count, more = _at_once(p, words)
-    loop = count < t.splits
+    most = max(1, IN_REGISTERS * 32 * t.num_warps // words)
+    count = min(1 << (t.splits - 1).bit_length(), most)  # parts that are read at once
+    loop, more = count < t.splits, t.splits % count != 0
     p.helpers.append(arrived(max(1, min(32, count * words // (32 * t.num_warps)))))
     if loop:
         p.put("total = tl.zeros([YBLOCK, XBLOCK], tl.float32)")

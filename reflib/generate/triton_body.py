@@ -21,16 +21,17 @@ from ..schedule.axes import Space, step
 from ..seams import Seam
 from .triton_facts import blocks, literal, paren
 from .triton_ops import TL, Needs, nan_helper, print_cast
-from .triton_statements import ORDER, StatementPrinter, Value
+from .triton_statements import ORDER, StatementPrinter
 
 # How a scan is printed, (PartPrinter, position) -> None: "declare" before a loop, "scan" inside it, or where the row is
 # in one block. None: programs with scans cannot be printed (no rule of the core makes one).
 SCANS = Seam("generate.SCANS")
 FULL = "[XBLOCK, RBLOCK]"
+ROW = frozenset("x")  # the dimensions of a reduction's result
 
 
 class PartPrinter(StatementPrinter):
-    """Prints one part. ``many``: of several in one kernel. ``aligned``: the buffers that are known to begin at a
+    """Prints one part; with a ``tag``, of several in one kernel. ``aligned``: the buffers that are known to begin at a
     multiple of 16 bytes."""
 
     one_pass = False  # does it print m2?
@@ -42,13 +43,11 @@ class PartPrinter(StatementPrinter):
         buffers: dict[str, Buffer],
         needs: Needs,
         tag: str = "",
-        many: bool = False,
         aligned: Collection[str] = (),
     ):
         self.block = {"x": config.xblock, "y": dict(config.extras).get("yblock", 1), "r": config.rblock}
         self.vars = {v.name: v for v in space.variables}
         super().__init__(space, config, buffers, needs, {d: self._needs_mask(d) for d in ORDER[space.mode]}, tag)
-        self.many = many  # several parts: `pid` was bound by the caller
         self.peeled = self._peels(aligned)
         self.inside = varying(space.body, space.reduced_vars)
         self.phase = phases(space.body)
@@ -85,8 +84,8 @@ class PartPrinter(StatementPrinter):
 
     def _prologue(self) -> None:
         """Which x (and y, z) this program computes."""
-        pid = f"pid{self.tag}" if self.many else "pid"
-        if not self.many:
+        pid = f"pid{self.tag}"
+        if not self.tag:  # (of several parts the caller has bound it)
             self.put(f"pid = tl.program_id(0){'.to(tl.int64)' if self.wide else ''}")
         if self.space.mode == "tile":
             assert self.space.y is not None
@@ -322,19 +321,15 @@ class PartPrinter(StatementPrinter):
             self._combine(i, f"acc{i}{self.tag}", dtype, helper)
 
     def _combine(self, i: int, value: str, dtype: torch.dtype, helper: str) -> None:
-        s, name = self._reduction(i), self.name(i)
         if helper == "sum_of" and dtype.itemsize >= 4:
             text = f"tl.sum({value}, axis=1, keep_dims=True)"
         else:
             text = f"tl.reduce({value}, 1, {self.needs.helper(helper)}, keep_dims=True)"
-        if s.dtype == torch.bool:
-            text += " != 0"
-        self.put(f"{name} = {text}")
-        self.values[i] = Value(name, frozenset("x"))
+        self._bind(i, f"{text} != 0" if self.dtype(i) == torch.bool else text, ROW)
 
     def _first(self, i: int, value: str, index: str) -> None:
         """The extreme, then the least of its positions: shorter than one reduction of pairs."""
-        s, name, last = self._reduction(i), self.name(i), torch.iinfo(self._position_dtype(self._reduction(i))).max
+        s = self._reduction(i)
+        last = torch.iinfo(self._position_dtype(s)).max
         best = f"tl.reduce({value}, 1, {self.needs.helper(self._accumulator(s)[2])}, keep_dims=True)"
-        self.put(f"{name} = {self.needs.helper('first_of')}({value}, {best}, {index}, {last}).to({TL[s.dtype]})")
-        self.values[i] = Value(name, frozenset("x"))
+        self._bind(i, f"{self.needs.helper('first_of')}({value}, {best}, {index}, {last}).to({TL[s.dtype]})", ROW)

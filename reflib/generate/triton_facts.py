@@ -78,10 +78,6 @@ def literal(value: float | int | bool, dtype: torch.dtype) -> str:
     return str(int(value))
 
 
-def const(s: Const) -> str:
-    return literal(s.value, s.dtype)
-
-
 def plain(s: Stmt) -> bool:
     """May the constant stand as a bare Python number beside a tensor of its dtype?"""
     if not isinstance(s, Const):

@@ -38,7 +38,6 @@ from ..ir.program import Config
 from ..ir.transforms import varying
 from ..schedule.axes import Space
 from .triton_facts import Form
-from .triton_ops import Printer
 
 _STRAIGHT = {"div": "divide", "sqrt": "root", "rsqrt": "inverse_root", "sigmoid": "logistic"}
 SEVERAL = 3  # exact divisions and roots of an element
@@ -223,7 +222,6 @@ class _Finder:
 
 # Least relative error, by Remez' weights. log2(erfc(t / sqrt 2)) - 1 for t in [0, 5.6], to 3.8e-6, and it still
 # falls as it must up to t = 13, where the power is 0; log2(erfc(t)) for t in [0, 4], 1 - erfc(t) to 4.2e-6.
-PRINTERS: dict[str, Printer] = {}
 HELPERS = {
     "pow_half": '''
 def pow_half(x, y):

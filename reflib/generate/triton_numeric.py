@@ -40,36 +40,28 @@ PRINTERS: dict[str, Printer] = {
 }  # fmt: skip
 
 # -- helper functions -------------------------------------------------------------------------------
+_EXTREME = '''
+def {name}_of(a, i, b, j):
+    """The {which} value's index; NaN wins, then the smaller index."""
+    take = (a {sign} b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))
+    return tl.where(take, a, b), tl.where(take, i, j)
+'''
+_NEXT = '''
+def {name}_next(a, i, b, j):
+    """The {which} value's index, where i < j."""
+    keep = (a {sign}= b) | (a != a)
+    return tl.where(keep, a, b), tl.where(keep, i, j)
+'''
+_MAX = {"name": "argmax", "which": "greater", "sign": ">"}
+_MIN = {"name": "argmin", "which": "smaller", "sign": "<"}
 HELPERS: dict[str, str] = {
     "first_of": '''
 def first_of(v, best, at, last: tl.constexpr):
     """The least position of each row's extreme; of NaN, if there is one."""
     return tl.min(tl.where((v == best) | (v != v), at, last), 1, keep_dims=True)
 ''',
-    "argmax_of": '''
-def argmax_of(a, i, b, j):
-    """The greater value's index; NaN wins, then the smaller index."""
-    take = (a > b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))
-    return tl.where(take, a, b), tl.where(take, i, j)
-''',
-    "argmin_of": '''
-def argmin_of(a, i, b, j):
-    """The smaller value's index; NaN wins, then the smaller index."""
-    take = (a < b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))
-    return tl.where(take, a, b), tl.where(take, i, j)
-''',
-    "argmax_next": '''
-def argmax_next(a, i, b, j):
-    """The greater value's index, where i < j."""
-    keep = (a >= b) | (a != a)
-    return tl.where(keep, a, b), tl.where(keep, i, j)
-''',
-    "argmin_next": '''
-def argmin_next(a, i, b, j):
-    """The smaller value's index, where i < j."""
-    keep = (a <= b) | (a != a)
-    return tl.where(keep, a, b), tl.where(keep, i, j)
-''',
+    "argmax_of": _EXTREME.format(**_MAX), "argmin_of": _EXTREME.format(**_MIN),
+    "argmax_next": _NEXT.format(**_MAX), "argmin_next": _NEXT.format(**_MIN),
     "floordiv_int": '''
 def floordiv_int(a, b):
     """Rounds down; 0 where b is 0."""

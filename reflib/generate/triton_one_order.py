@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 
-from .triton_body import PartPrinter
-from .triton_ops import Printer
-from .triton_statements import Value
+from .triton_body import ROW, PartPrinter
 
 
 class OneOrderPrinter(PartPrinter):
@@ -31,15 +29,12 @@ class OneOrderPrinter(PartPrinter):
     def _combine(self, i: int, value: str, dtype: torch.dtype, helper: str) -> None:
         if helper not in ("sum_of", "product_of") or not dtype.is_floating_point:
             return super()._combine(i, value, dtype, helper)
-        name, kind = self.name(i), helper.removesuffix("_of")
+        kind = helper.removesuffix("_of")
         if kind == "product":
             self.needs.helper(helper)
-        call = self.needs.helper(f"{kind}_in_pairs")
-        self.put(f"{name} = {call}({value}, XBLOCK, RBLOCK)")
-        self.values[i] = Value(name, frozenset("x"))
+        self._bind(i, f"{self.needs.helper(f'{kind}_in_pairs')}({value}, XBLOCK, RBLOCK)", ROW)
 
 
-PRINTERS: dict[str, Printer] = {}
 _IN_PAIRS = '''
 def {name}_in_pairs(v, rows: tl.constexpr, columns: tl.constexpr):
     """The {name} of each row, as a column: of neighbours, then of neighbouring pairs, ..."""

@@ -35,9 +35,9 @@ import torch
 from ..ir.expr import Expr, expr
 from ..ir.loops import Load, Op, Reduce, Scan, Stmt, Store
 from ..ir.transforms import needed
-from .triton_body import FULL, PartPrinter
+from .triton_body import FULL, ROW, PartPrinter
 from .triton_facts import literal, paren
-from .triton_ops import TL, Printer, nan_helper, print_op
+from .triton_ops import TL, nan_helper, print_op
 from .triton_statements import Value
 
 
@@ -185,7 +185,7 @@ class OnePassPrinter(PartPrinter):
             of_lanes = f"tl.sum({mean} * ({n} * {share}), axis=1, keep_dims=True)"
             self.put(f"{whole} = {of_lanes if total is None else f'{total} * {share}'}")
         tiny = 4 * torch.finfo(s.dtype).eps
-        self._bind_row(i, f"{self.needs.helper('chan')}({mean}, {acc}, {n}, {whole}, {share}, {tiny})")
+        self._bind(i, f"{self.needs.helper('chan')}({mean}, {acc}, {n}, {whole}, {share}, {tiny})", ROW)
 
     def _finished_sum(self, i: int) -> str | None:
         """The sum of the same elements, if the row has it."""
@@ -211,9 +211,6 @@ class OnePassPrinter(PartPrinter):
     def _lanes(self, i: int) -> tuple[str, str, str]:
         return f"n{i}{self.tag}", f"mean{i}{self.tag}", f"acc{i}{self.tag}"
 
-    def _bind_row(self, i: int, text: str) -> None:
-        self._bind(i, text, frozenset("x"))
-
     # -- softmax --------------------------------------------------------------------------------
     def _online_max(self, i: int) -> None:
         s = self._reduction(i)
@@ -232,14 +229,13 @@ class OnePassPrinter(PartPrinter):
         lanes = f"acc{o.top}{self.tag}"
         distance = f"tl.where({lanes} == {top}, 0.0, {lanes} - {top})"
         total = f"tl.sum(acc{i}{self.tag} * {self._exp(o.top, distance)}, axis=1, keep_dims=True)"
-        self._bind_row(i, f"{total} * {self._exp(o.top, f'({top} - {at})')}")
+        self._bind(i, f"{total} * {self._exp(o.top, f'({top} - {at})')}", ROW)
 
     def _exp(self, top: int, text: str) -> str:
         dtype, exact = self._reduction(top).dtype, not self.exact.isdisjoint(self.tops[top])
         return print_op(self.needs, "exp", dtype, dtype, [text], exact)
 
 
-PRINTERS: dict[str, Printer] = {}
 HELPERS = {
     "welford": '''
 def welford(mean, m2, x, weight, n):

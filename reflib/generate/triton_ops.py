@@ -19,7 +19,7 @@ import torch
 from ..errors import GenerateError
 from ..seams import Seam
 
-# Modules with more ``PRINTERS`` (by op) and ``HELPERS`` (by name).
+# Modules with more ``PRINTERS`` (by op) or ``HELPERS`` (by name).
 MORE = Seam("generate.MORE")
 # Cheaper code for kernels that store only half precision. "forms": a Space -> ({statement: Form}, unread statements).
 # None: the code for float32.
@@ -77,7 +77,7 @@ def print_op(needs: Needs, op: str, dtype: torch.dtype, source: torch.dtype, arg
 
 
 def _further(table: str, name: str) -> Any:
-    return next((t[name] for module in MORE.values() if name in (t := getattr(module, table))), None)
+    return next((t[name] for module in MORE.values() if name in (t := getattr(module, table, {}))), None)
 
 
 def print_cast(a: str, source: torch.dtype, dtype: torch.dtype) -> str:
@@ -196,35 +196,26 @@ SHARP = {
 }  # fmt: skip
 
 # -- helper functions -------------------------------------------------------------------------------
+_EXTREME = '''
+def {fn}_nan(a, b):
+    """The {which}; NaN wins."""
+    return tl.{fn}(a, b, propagate_nan=tl.PropagateNan.ALL)
+'''
+_EXTREME64 = '''
+def {fn}_nan64(a, b):
+    """The {which}; NaN wins. (The hardware's instruction is for 32 bits.)"""
+    return tl.where((a {sign} b) | (a != a), a, b)
+'''
+_EXTREME_INT = """
+def {fn}_int(a, b):
+    return tl.{fn}(a, b)
+"""
 HELPERS: dict[str, str] = {
-    "maximum_nan": '''
-def maximum_nan(a, b):
-    """The greater; NaN wins."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-''',
-    "maximum_nan64": '''
-def maximum_nan64(a, b):
-    """The greater; NaN wins. (The hardware's instruction is for 32 bits.)"""
-    return tl.where((a > b) | (a != a), a, b)
-''',
-    "minimum_nan": '''
-def minimum_nan(a, b):
-    """The smaller; NaN wins."""
-    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
-''',
-    "minimum_nan64": '''
-def minimum_nan64(a, b):
-    """The smaller; NaN wins. (The hardware's instruction is for 32 bits.)"""
-    return tl.where((a < b) | (a != a), a, b)
-''',
-    "maximum_int": """
-def maximum_int(a, b):
-    return tl.maximum(a, b)
-""",
-    "minimum_int": """
-def minimum_int(a, b):
-    return tl.minimum(a, b)
-""",
+    **{
+        fn + kind: text.format(fn=fn, which=which, sign=sign)
+        for kind, text in (("_nan", _EXTREME), ("_nan64", _EXTREME64), ("_int", _EXTREME_INT))
+        for fn, which, sign in (("maximum", "greater", ">"), ("minimum", "smaller", "<"))
+    },
     "product_of": """
 def product_of(a, b):
     return a * b

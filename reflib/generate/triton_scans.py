@@ -48,9 +48,7 @@ def scan(printer: PartPrinter, i: int) -> None:
         last = str(torch.iinfo(s.dtype).max)
         keys = printer.operand(s.args[0], s.dtype)
         keys = f"tl.where(rmask{printer.tag}, {keys}, {last})" if printer.masks["r"] else keys
-        printer.put(f"{printer.name(i)} = tl.sort({keys}, 1)")
-        printer.values[i] = Value(printer.name(i), frozenset("xr"))
-        return
+        return printer._bind(i, f"tl.sort({keys}, 1)", frozenset("xr"))
     helper = combine(printer, s, dtypes[0])
     blocks = [printer.operand(a, dtype) for a, dtype in zip(s.args, dtypes)]
     if s.kind == "logsumexp":  # pairs (m, n) that stand for m + log(n): no logarithm, and one exponential, each time
@@ -75,7 +73,6 @@ def {name}_so_far(a, i, b, j):
     take = (b != b) | ((a == a) & (b {sign} a))
     return tl.where(take, b, a), tl.where(take, j, i)
 '''
-PRINTERS: dict[str, str] = {}
 HELPERS = {
     "argmax_so_far": _ARG.format(name="argmax", which="greatest", sign=">="),
     "argmin_so_far": _ARG.format(name="argmin", which="least", sign="<="),

@@ -14,7 +14,7 @@ from ..ir.expr import Atom, BinOp, Expr, Ref, Sym, Var, format_expr, max_value, 
 from ..ir.loops import Const, Index, Indirect, Load, Op, Store
 from ..ir.program import Buffer, Config
 from ..schedule.axes import Space
-from .triton_facts import HALF, Form, const, const_mask, exact_values, literal, paren, plain, pointer_name
+from .triton_facts import HALF, Form, const_mask, exact_values, literal, paren, plain, pointer_name
 from .triton_ops import CHEAP, TL, Needs, print_op, takes_literal
 
 Dims = frozenset[str]
@@ -71,7 +71,7 @@ class StatementPrinter:
         if isinstance(s, Load):
             self._load(i, s)
         elif isinstance(s, Const):
-            self.values[i] = Value(const(s), NOTHING)
+            self.values[i] = Value(literal(s.value, s.dtype), NOTHING)
         elif i in self.forms:
             self._form(i, self.forms[i])
         elif isinstance(s, Index):

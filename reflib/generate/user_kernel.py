@@ -13,25 +13,16 @@ import torch
 
 from ..ir.division import floordiv, minimum
 from ..ir.expr import Expr, Var, expr, nonneg, product
-from ..ir.flex import FlexKernel
 from ..ir.program import Buffer, Extern, KernelNode, View, symbols_in
 from ..ir.user_kernel import UserKernel
 from ..schedule.axes import Space
 from ..target import Target
-from .flex import print_flex
 from .kernel import Kernel
 from .launch_epilogue import with_appended
 from .triton import known_multiples
 from .triton_facts import paren, pointer_name
 from .triton_ops import Needs
 from .triton_statements import StatementPrinter
-
-
-def print_launched(node: KernelNode, buffers: dict[str, Buffer], target: Target, aligned: Collection[str]) -> Kernel:
-    """The kernel that an Extern launches: the user's, or fused attention."""
-    (x,) = node.parts
-    ours = isinstance(getattr(x, "target", None), FlexKernel)
-    return (print_flex if ours else print_user_kernel)(node, buffers, target, aligned)
 
 
 def print_user_kernel(node: KernelNode, buffers: dict[str, Buffer], target: Target, aligned: Collection[str]) -> Kernel:

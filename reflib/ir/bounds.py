@@ -10,7 +10,7 @@ from .expr import Atom, BinOp, Expr, Ref, Sym, Var, expr
 Result = TypeVar("Result")
 
 
-EFFORT = 400  # proofs within one outermost call
+EFFORT, DEEP = 400, 60  # proofs within one outermost call; one within another (Python's stack)
 
 
 class _Remembered(threading.local):
@@ -29,26 +29,25 @@ _remembered = _Remembered()
 
 
 def remembered(unknown: Callable[..., Result]) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """A function of two arguments with its results kept in a ``_Remembered``; ``unknown``: what it returns where
-    nothing can be proved."""
+    """A function of expressions with its results kept in a ``_Remembered``; ``unknown``: what it returns where nothing
+    can be proved."""
 
     def decorate(fn: Callable[..., Result]) -> Callable[..., Result]:
         name = fn.__name__
 
         @wraps(fn)
-        def call(a: Expr, b: Expr | int = 24) -> Result:
+        def call(*args: Expr) -> Result:
             r = _remembered
-            key = (name, a.terms, b.terms if isinstance(b, Expr) else 0)
-            steps, result = r.results.get(key, (-1, None))
-            if steps >= (0 if isinstance(b, Expr) else b) or result is True:
+            key = (name, *(e.terms for e in args))
+            if key in r.results:
+                return r.results[key]  # type: ignore[no-any-return]
+            result = unknown(*args)
+            if len(r.results) > EFFORT or r.depth > DEEP:
                 return result
-            if len(r.results) > EFFORT:
-                return unknown(a, b)
-            r.results[key] = (24, unknown(a, b))
+            r.results[key] = result
             r.depth += 1
             try:
-                result = fn(a, b)
-                r.results[key] = (0 if isinstance(b, Expr) else b, result)
+                r.results[key] = result = fn(*args)
             finally:
                 r.depth -= 1
                 if not r.depth:
@@ -60,49 +59,43 @@ def remembered(unknown: Callable[..., Result]) -> Callable[[Callable[..., Result
     return decorate
 
 
-def _no(*_: Any) -> bool:
-    return False
-
-
-@remembered(_no)
+@remembered(lambda *_: False)
 def in_range(e: Expr, size: Expr) -> bool:
     """Can ``0 <= e < size`` be proved?"""
     return nonneg(e) and nonneg(size - 1 - e)
 
 
-@remembered(_no)
-def nonneg(e: Expr, steps: int = 24) -> bool:
-    """Can ``e >= 0`` be proved? Bounded atoms are replaced, one per step, by the end of their range that makes ``e``
+@remembered(lambda *_: False)
+def nonneg(e: Expr) -> bool:
+    """Can ``e >= 0`` be proved? Bounded atoms are replaced, one by one, by the end of their range that makes ``e``
     least; size symbols by ``lo + t``; then no coefficient may be negative."""
     if e.constant is not None:
         return e.constant >= 0
     if all(c > 0 and all(_atom_nonneg(a) for a in m) for m, c in e.terms):
         return True
-    if steps == 0:
-        return False
     bounded = _pick_bounded(e)
     if bounded is not None:
         atom, c, upper = bounded
         rest = e - c * expr(atom)
-        if nonneg(c, steps - 1):
-            return nonneg(rest, steps - 1)
-        return nonneg(-c, steps - 1) and nonneg(rest + c * upper, steps - 1)
+        if nonneg(c):
+            return nonneg(rest)
+        return nonneg(-c) and nonneg(rest + c * upper)
     choices = [a for m, _ in e.terms for a in m if isinstance(a, BinOp) and a.fn in ("max", "min")]
     if choices:
-        return any(_nonneg_choice(e, a, steps) for a in choices)
+        return any(_nonneg_choice(e, a) for a in choices)
     if any(not isinstance(a, Sym) for m, _ in e.terms for a in m):
         return False
     shifted = e.subs({s: expr(Sym(s.name + "'")) + s.lo for s in e.symbols() if s.lo})
     return all(c >= 0 for _, c in shifted.terms)
 
 
-def _nonneg_choice(e: Expr, a: BinOp, steps: int) -> bool:
+def _nonneg_choice(e: Expr, a: BinOp) -> bool:
     """max(x, y) is at least x and at least y, min(x, y) at most: enough if ``e`` is >= 0 with either of them."""
     c = e.coefficient(a)
-    if c is None or not nonneg(c if a.fn == "max" else -c, steps - 1):
+    if c is None or not nonneg(c if a.fn == "max" else -c):
         return False
     rest = e - c * expr(a)
-    return nonneg(rest + c * a.a, steps - 1) or nonneg(rest + c * a.b, steps - 1)
+    return nonneg(rest + c * a.a) or nonneg(rest + c * a.b)
 
 
 def _pick_bounded(e: Expr) -> tuple[Atom, Expr, Expr] | None:

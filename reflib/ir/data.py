@@ -1,8 +1,9 @@
 """A program as plain JSON data, and back: ``from_data(to_data(p)) == p``.
 
 A dataclass becomes ``{"_": "Load", field: value, ...}``; a tuple becomes a list; other values that JSON lacks become
-``{"_": kind, ...}``. An OpOverload is written as its name, which must be registered when it is read back. Constants
-(tensors, captured modules) are kept by reference: their names are in the data, ``from_data`` takes the objects.
+``{"_": kind, "value": ...}``. An OpOverload is written as its name, which must be registered when it is read back.
+Constants (tensors, captured modules) are kept by reference: their names are in the data, ``from_data`` takes the
+objects.
 
 Reading runs and imports nothing: a name is an attribute of torch, an operator, or a function of ``math`` or
 ``operator``.
@@ -10,7 +11,7 @@ Reading runs and imports nothing: a name is an attribute of torch, an operator, 
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -22,10 +23,10 @@ from . import loops as _loops
 from . import program as _program
 from . import regions as _regions
 from . import user_kernel as _user_kernel
-from .expr import BinOp, Expr, Ref, Sym, Var
+from .expr import Atom, BinOp, Expr, Ref, Sym, Var
 from .program import Program
 
-VERSION = 2
+VERSION = 3
 _CLASSES = {
     name: c
     for module in (_loops, _program, _regions, _user_kernel, _flex)
@@ -54,24 +55,20 @@ def from_data(data: Mapping[str, Any], constants: Mapping[str, Any] | None = Non
 
 
 def encode(x: Any) -> Any:
-    """One value as JSON data."""
-    if x is None or isinstance(x, (bool, str)) or type(x) is int:
+    """One value as JSON data. Raises ReflibError for a callable that has no name."""
+    if x is None or isinstance(x, (bool, str)) or type(x) is int or isinstance(x, float) and math.isfinite(x):
         return x
-    if isinstance(x, float):
-        return x if math.isfinite(x) else {"_": "float", "value": repr(x)}
-    if isinstance(x, Expr):
-        return {"_": "expr", "terms": [[c, *[_encode_atom(a) for a in m]] for m, c in x.terms]}
-    if isinstance(x, (Sym, Var, Ref, BinOp)):
-        return {"_": "atom", "value": _encode_atom(x)}
     if isinstance(x, tuple):
         return [encode(v) for v in x]
-    if isinstance(x, list):
-        return {"_": "list", "items": [encode(v) for v in x]}
-    if isinstance(x, dict):
-        return {"_": "dict", "items": [[encode(k), encode(v)] for k, v in x.items()]}
     if type(x).__name__ in _CLASSES:
         return {"_": type(x).__name__, **{f.name: encode(getattr(x, f.name)) for f in fields(x)}}
-    return _encode_object(x)
+    for kind, (is_one, to, _) in _KINDS.items():
+        if is_one(x):
+            return {"_": kind, "value": to(x)}
+    what = f"callable {x}" if callable(x) else f"{type(x).__name__} {x!r}"
+    if isinstance(x, torch.nn.Module):  # a graph of its own: a branch of torch.cond, the body of a loop
+        what = f"captured module {type(x).__name__}"
+    raise ReflibError(f"a program with the {what} cannot be written as data; only ATen and registered custom ops can")
 
 
 def decode(x: Any) -> Any:
@@ -83,15 +80,9 @@ def decode(x: Any) -> Any:
     kind = x["_"]
     if kind in _CLASSES:
         return _CLASSES[kind](**{k: decode(v) for k, v in x.items() if k != "_"})
-    if kind == "expr":
-        return _decode_expr(x["terms"])
-    if kind == "atom":
-        return _decode_atom(x["value"])
-    if kind == "list":
-        return [decode(v) for v in x["items"]]
-    if kind == "dict":
-        return {decode(k): decode(v) for k, v in x["items"]}
-    return _decode_object(kind, x["value"])
+    if kind not in _KINDS:
+        raise ReflibError(f"unknown kind of data {kind!r:.80}")
+    return _KINDS[kind][2](x["value"])
 
 
 def _encode_atom(a: Any) -> list[Any]:
@@ -119,10 +110,6 @@ def _decode_atom(data: list[Any]) -> Any:
     return BinOp(kind, _size(first), _size(second))
 
 
-def _decode_expr(terms: list[Any]) -> Expr:
-    return Expr(tuple((tuple(_decode_atom(a) for a in atoms), _whole(c)) for c, *atoms in terms))
-
-
 def _size(data: Any) -> Expr:
     found = decode(data)
     if not isinstance(found, Expr):
@@ -136,45 +123,38 @@ def _whole(data: Any) -> int:
     return data
 
 
-def _encode_object(x: Any) -> dict[str, Any]:
-    if isinstance(x, _TORCH):
-        return {"_": "torch", "value": str(x).removeprefix("torch.")}
-    if isinstance(x, torch.device):
-        return {"_": "device", "value": str(x)}
-    if isinstance(x, complex):
-        return {"_": "complex", "value": [x.real, x.imag]}
-    if isinstance(x, torch._ops.OpOverload):
-        return {"_": "op", "value": str(x)}
-    if isinstance(x, torch._ops.HigherOrderOperator):
-        return {"_": "higher_order", "value": x.name()}
-    module = str(getattr(x, "__module__", ""))
-    name = getattr(x, "__name__", "")
-    if module in _MODULES and getattr(_MODULES[module], name, None) is x:
-        return {"_": "function", "value": f"{module}.{name}"}
-    what = f"callable {x}" if callable(x) else f"{type(x).__name__} {x!r}"
-    if isinstance(x, torch.nn.Module):  # a graph of its own: a branch of torch.cond, the body of a loop
-        what = f"captured module {type(x).__name__}"
-    raise ReflibError(f"a program with the {what} cannot be written as data; only ATen and registered custom ops can")
+def _is_function(x: Any) -> bool:
+    module = _MODULES.get(str(getattr(x, "__module__", "")))
+    return module is not None and getattr(module, getattr(x, "__name__", ""), None) is x
 
 
-def _decode_object(kind: str, value: Any) -> Any:
-    if kind == "float":
-        return float(value)
-    if kind == "torch":
-        return getattr(torch, value)
-    if kind == "device":
-        return torch.device(value)
-    if kind == "complex":
-        return complex(*value)
-    if kind == "function":
-        module, name = value.split(".")
-        return getattr(_MODULES[module], name)
-    if kind == "higher_order":
-        return getattr(torch.ops.higher_order, value)
-    if kind == "op":
-        namespace, packet, overload = value.split(".")
-        try:
-            return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-        except AttributeError as e:
-            raise ReflibError(f"the operator {value:.99} is not registered; import the module that defines it") from e
-    raise ReflibError(f"unknown kind of data {kind!r:.80}")
+def _operator(name: str) -> Any:
+    namespace, packet, overload = name.split(".")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    except AttributeError as e:
+        raise ReflibError(f"the operator {name:.99} is not registered; import the module that defines it") from e
+
+
+def _function(name: str) -> Any:
+    module, function = name.split(".")
+    return getattr(_MODULES[module], function)
+
+
+# kind: (is it one of these?, its value as data, the inverse)
+_KINDS: dict[str, tuple[Callable[[Any], bool], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "expr": (lambda x: isinstance(x, Expr), lambda x: [[c, *map(_encode_atom, m)] for m, c in x.terms],
+             lambda v: Expr(tuple((tuple(map(_decode_atom, atoms)), _whole(c)) for c, *atoms in v))),
+    "atom": (lambda x: isinstance(x, Atom), _encode_atom, _decode_atom),
+    "list": (lambda x: isinstance(x, list), lambda x: [encode(v) for v in x], lambda v: [decode(e) for e in v]),
+    "dict": (lambda x: isinstance(x, dict), lambda x: [[encode(k), encode(v)] for k, v in x.items()],
+             lambda v: {decode(k): decode(e) for k, e in v}),
+    "float": (lambda x: isinstance(x, float), repr, float),
+    "complex": (lambda x: isinstance(x, complex), lambda x: [x.real, x.imag], lambda v: complex(*v)),
+    "torch": (lambda x: isinstance(x, _TORCH), lambda x: str(x).removeprefix("torch."), lambda v: getattr(torch, v)),
+    "device": (lambda x: isinstance(x, torch.device), str, torch.device),
+    "op": (lambda x: isinstance(x, torch._ops.OpOverload), str, _operator),
+    "higher_order": (lambda x: isinstance(x, torch._ops.HigherOrderOperator), lambda x: x.name(),
+                     lambda v: getattr(torch.ops.higher_order, v)),
+    "function": (_is_function, lambda x: f"{x.__module__}.{x.__name__}", _function),
+}  # fmt: skip

@@ -100,8 +100,6 @@ def _drop_small(n: Expr, d: Expr) -> tuple[Expr, Expr, Expr] | None:
 def floordiv(n: Expr, d: Expr) -> Expr:
     """``n // d``, rounded down, simplified; ``d`` must be positive."""
     nc, dc = n.constant, d.constant
-    if dc is not None and dc <= 0:
-        raise ZeroDivisionError(f"index division by {dc}: {n} // {d}")
     if nc is not None and dc is not None:
         return expr(nc // dc)
     if dc == 1:
@@ -126,8 +124,6 @@ def floordiv(n: Expr, d: Expr) -> Expr:
 def mod(n: Expr, d: Expr) -> Expr:
     """``n % d`` with the sign of ``d`` (positive), simplified."""
     nc, dc = n.constant, d.constant
-    if dc is not None and dc <= 0:
-        raise ZeroDivisionError(f"index modulo {dc}: {n} % {d}")
     if nc is not None and dc is not None:
         return expr(nc % dc)
     _, rest = _split_multiples(n, d)

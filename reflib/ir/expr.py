@@ -165,9 +165,6 @@ class Expr:
     def __floordiv__(self, other: IntLike) -> Expr:
         return floordiv(self, expr(other))
 
-    def __rfloordiv__(self, other: IntLike) -> Expr:
-        return floordiv(expr(other), self)
-
     def __mod__(self, other: IntLike) -> Expr:
         return mod(self, expr(other))
 

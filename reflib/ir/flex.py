@@ -20,11 +20,9 @@ a number: that one of ``captured``.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from ..errors import ReflibError
 from .expr import Expr
 from .loops import LoopNest
 from .user_kernel import Launched
@@ -64,15 +62,11 @@ class FlexKernel(Launched):
     tiling: FlexTiling | None = None
 
     @property
-    def __name__(self) -> str:  # as other callables have it
+    def __name__(self) -> str:  # type: ignore[override]
         return "flex_attention" if self.kind == "forward" else f"flex_attention_{self.kind}"
 
     def __str__(self) -> str:
         return f"{self.__name__}({self.tiling or 'no tiling chosen'})"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Raises ReflibError: kernels are compiled, not called."""
-        raise ReflibError(f"{self.__name__} is a Triton kernel: the interpreter of programs does not run it")
 
     def stores(self, what: str) -> bool:
         return what in self.slot.writes()

@@ -6,7 +6,8 @@ an integer tensor over the grid of its axes, one tensor dimension per axis; a re
 """
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..errors import IndexOutOfRange, ReflibError
 from . import float8, random  # noqa: F401  (their ops)
 from .expr import Expr, IntLike, Sym, expr, product
 from .loops import Acc, Const, Index, Indirect, Load, LoopNest, Reduce, Scan, Stmt, Store
-from .ops import OPS, REDUCTIONS, cast, value_dtype
+from .ops import OPS, REDUCTIONS, value_dtype
 from .program import (
     Choice,
     Extern,
@@ -59,10 +60,8 @@ def interpret(program: Program, args: Sequence[Any]) -> list[Any]:
 def bind_symbols(program: Program, args: Sequence[Any]) -> Env:
     """Values of the size symbols, from integer arguments and from sizes and strides that are a bare symbol."""
     sizes: Env = {}
-    if len(args) != len(program.inputs):
-        raise ReflibError(f"the program takes {len(program.inputs)} arguments, got {len(args)}")
     facts: list[tuple[Expr, int, str]] = []
-    for what, arg in zip(program.inputs, args):
+    for what, arg in zip(program.inputs, args, strict=True):
         if isinstance(what, (Sym, Expr)):
             facts.append((expr(what), arg, str(what)))
         elif isinstance(what, str):
@@ -103,10 +102,7 @@ def _run_node(program: Program, node: Node, memory: dict[str, torch.Tensor], siz
             _run_node(program, n, memory, sizes)
         return
     for part in node.parts if isinstance(node, KernelNode) else (node,):
-        for name in part.writes():
-            if name not in memory:
-                b = program.buffers[name]
-                memory[name] = torch.empty(int(b.extent.evaluate(sizes)), dtype=b.dtype, device=b.device)
+        _allocate(program, (b for b in part.writes() if b not in memory), memory, sizes)
         if isinstance(part, Extern):
             _run_extern(program, part, memory, sizes)
         elif isinstance(part, Template):
@@ -115,11 +111,14 @@ def _run_node(program: Program, node: Node, memory: dict[str, torch.Tensor], siz
             run_loops(part, memory, sizes)
 
 
+def _allocate(program: Program, names: Iterable[str], memory: dict[str, torch.Tensor], sizes: Env) -> None:
+    for b in map(program.buffers.__getitem__, names):
+        memory[b.name] = torch.empty(int(b.extent.evaluate(sizes)), dtype=b.dtype, device=b.device)
+
+
 def _run_loop(program: Program, node: Region, memory: dict[str, torch.Tensor], sizes: Env) -> None:
     condition, body = node.variants
-    for name in node.stacked():
-        b = program.buffers[name]
-        memory[name] = torch.empty(int(b.extent.evaluate(sizes)), dtype=b.dtype, device=b.device)
+    _allocate(program, node.stacked(), memory, sizes)
     for i in itertools.count():
         if node.counter is not None:
             sizes[node.counter.name] = i
@@ -152,10 +151,7 @@ def run_template(t: Template, memory: dict[str, torch.Tensor], sizes: Env) -> No
 
 
 def _run_extern(program: Program, e: Extern, memory: dict[str, torch.Tensor], sizes: Env) -> None:
-    for name in e.writes() if e.out is not None else ():
-        b = program.buffers[name]
-        if name not in memory:
-            memory[name] = torch.empty(int(b.extent.evaluate(sizes)), dtype=b.dtype, device=b.device)
+    _allocate(program, (b for b in e.writes() if e.out is not None and b not in memory), memory, sizes)
     args, kwargs = map_tree((e.args, dict(e.kwargs)), lambda leaf: _leaf(leaf, memory, sizes))
     if e.out is not None:
         op, names = e.out
@@ -249,7 +245,7 @@ def _run_stmt(s: Stmt, values: list[Any], memory: dict[str, torch.Tensor], env: 
         return _scan(s, [values[a] for a in s.args], extents, rdims[0])
     assert not isinstance(s, Acc)
     if s.op == "cast":
-        return cast(values[s.args[0]], s.dtype)
+        return values[s.args[0]].to(s.dtype)
     return OPS[s.op].meaning(*[values[a] for a in s.args])
 
 
@@ -294,9 +290,7 @@ def _reduce(s: Reduce, args: list[torch.Tensor], extents: list[int], rdims: list
         v = v.expand([extents[d] if d in rdims else v.shape[d] for d in range(rank)])
         rows.append(v.permute([d for d in range(rank) if d not in rdims] + rdims))
     lead = torch.broadcast_shapes(*[v.shape[: rank - len(rdims)] for v in rows])
-    count = 1
-    for d in rdims:
-        count *= extents[d]
+    count = math.prod(extents[d] for d in rdims)
     rows = [v.expand((*lead, *v.shape[len(lead) :])).reshape((*lead, count)) for v in rows]
     if count == 0 and REDUCTIONS[s.kind] is None and 0 not in lead:
         raise ReflibError(f"{s.kind} of nothing has no value")

@@ -133,8 +133,3 @@ def identity(kind: str, dtype: torch.dtype) -> float | int | bool:
         return float("-inf") if lowest else float("inf")
     info = torch.iinfo(dtype)
     return info.min if lowest else info.max
-
-
-def cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``cast``'s meaning: what torch's ``.to(dtype)`` does."""
-    return value.to(dtype)

@@ -154,8 +154,8 @@ class Tiling:
     epilogue).
     ``m``, ``n``, ``k``: block sizes. ``group``: tiles in a column of the L2-friendly order.
     ``warps_k``: into how many parts the warps of one thread block divide a block's K (``split`` only).
-    ``reducers``: additional thread blocks per tile, which each add up a part of it as partial results arrive (CUDA); 0:
-    the thread block that finishes last adds them all (``split`` only; ``generate.matmul_split``).
+    ``reducers``: additional thread blocks per tile, which each add up a part of it as partial results arrive (``split``
+    only; ``generate.matmul_split``).
     ``turned``: the transposed product is computed, so that the columns are the dimension of which Hopper's wgmma takes
     64 (for ``m`` < 64; not ``persistent``).
     """
@@ -176,7 +176,7 @@ class Tiling:
         text = f"{self.kind} {self.m}x{self.n}x{self.k} w{self.num_warps} s{self.num_stages}"
         text += " turned" if self.turned else ""
         if self.kind == "split":
-            text += f" splits {self.splits}" + (f"+{self.reducers}" if self.reducers else "")
+            text += f" splits {self.splits}+{self.reducers}"
         return text + (f" wk{self.warps_k}" if self.warps_k > 1 else "")  # (of split ones only)
 
 
@@ -270,12 +270,14 @@ class Variant:
 @dataclass(frozen=True, slots=True)
 class Ranges:
     """Ranges of a size that are decided separately. ``size``: the expression; ``splits``: ascending; range i is
-    splits[i-1] < size <= splits[i], the last one open, tuned up to ``upper``. ``what``: ``x.size(0)``, for messages."""
+    splits[i-1] < size <= splits[i], the last one open, tuned up to ``upper``. ``what``: ``x.size(0)``, for messages.
+    ``inner``: the ranges of another size, into which each of these is divided."""
 
     size: Expr
     splits: tuple[int, ...]
     upper: int
     what: str
+    inner: Ranges | None = None
 
 
 @dataclass(frozen=True, slots=True)

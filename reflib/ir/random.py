@@ -1,16 +1,13 @@
 """Random numbers inside loop nests: ``%i = op philox %seed %stream %index : int32``.
 
-**What it is.** Word ``index`` (at least 0) of a stream of random 32-bit words: a function of its three operands (int64)
-alone, without a state. So a loop nest with it may be fused, cut and run again as any other: a backward that computes a
-dropout's mask again gets the forward's. Uniform and normal numbers are arithmetic on such words (``lower/random``).
+Word ``index`` (at least 0) of a stream of random 32-bit words: a function of its three operands (int64) alone, without
+a state. So a loop nest with it may be fused, cut and run again as any other: a backward that computes a dropout's mask
+again gets the forward's. Uniform and normal numbers are arithmetic on such words (``lower/random``).
 
-**Numbers.** Philox 4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC'11,
+Philox 4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC'11,
 doi:10.1145/2063384.2063405), a block cipher with the seed as its key. It encrypts the counter (index // 4, stream) to
 four words, of which word index % 4 is taken. The same bits come from this module, from C++ (``cpp_header.h``) and from
-Triton (``generate/triton_random``).
-
-**Cost.** 20 wide multiplications for four words. A thread of a GPU holds a few neighbouring elements, whose counters
-are one expression in its registers: compilers see that, and encrypt once. Nothing depends on it.
+Triton (``generate/triton_random``); neighbours in a thread share a counter, which compilers see.
 """
 
 import torch

@@ -57,9 +57,6 @@ class Region(Variants):
         """Of what is carried the first value too: a body may store to some of its elements and then read it."""
         return list(dict.fromkeys((*Variants.reads(self), *(old for old, _ in self.carried))))
 
-    def next_values(self) -> list[str]:
-        return [b for a, b in self.carried if a != b]
-
     def stacked(self) -> list[str]:
         """Outputs of which each iteration writes a slice."""
         return [o for o in self.outputs if o not in dict(self.carried)] if self.repeats else []
@@ -69,7 +66,7 @@ def block(region: Region, variant: Variant, buffers: Mapping[str, Buffer], own: 
     """One block as a program by itself: what is around it, apart from ``own``, are inputs that outlive it."""
     around = set(region.outputs) if region.repeats else set()
     made = {b for n in variant.nodes for b in n.writes()} - around | set(own)
-    kept = {*region.outputs, *region.next_values()} - set(own)
+    kept = {*region.outputs, *(new for old, new in region.carried if old != new)} - set(own)
     return by_itself(variant.nodes, buffers, made, kept)
 
 

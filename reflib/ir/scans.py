@@ -2,19 +2,12 @@
 
 **What it is.** The value at a point of r is the combination of ``%j`` at all points up to and with it, in order. A loop
 nest with a scan has exactly one r axis, whose points are visited in order; its p axes are rows, independent of each
-other. Statements before and after a scan are those of any loop nest: they run at each point of r. So what comes before
-``cumsum`` and what comes after it fuse with it, and a row's reductions too (``cumsum(softmax(x))``).
+other. Statements before and after a scan are those of any loop nest: what comes before ``cumsum`` and what comes after
+it fuse with it, and a row's reductions too (``cumsum(softmax(x))``).
 
 **Passes.** The value at r depends on no later point. So a scan does not end a pass over the row, as a reduction does:
-``phases`` counts it as an op. A later pass that needs its values computes them again, as any value along r.
-
-**Generated code.** Triton: ``tl.associative_scan`` along a block. A row that fits a block needs nothing else; over a
-longer row goes a loop, with what precedes a block (the ``carry``) in a register per row. C++: a loop in order, with an
-accumulator per row (along memory) or per column (across).
-
-**Few, long rows** (``fuse/split_scans``). One program per row would leave a GPU idle, so the row is cut into pieces,
-and a scan becomes three loop nests: the pieces' totals (an ordinary reduction), the scan of these, and the scan of each
-piece from there on. x is read twice, by many programs.
+``phases`` counts it as an op. A later pass that needs its values computes them again, as any value along r. Few, long
+rows are cut into pieces (``fuse/split_scans``).
 
 **Numbers.** A half dtype is loaded as float32 and accumulated so; it is rounded where it is stored. C++ accumulates
 float32 sums and products in double, as eager does on a CPU.

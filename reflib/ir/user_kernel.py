@@ -25,6 +25,11 @@ class Launched:
 
     __slots__ = ()
     how = "launched as its node says"
+    __name__: str  # as other callables have it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ReflibError: kernels are compiled, not called."""
+        raise ReflibError(f"{self.__name__} is a Triton kernel: the interpreter of programs does not run it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +65,8 @@ class UserKernel(Launched):
         return "launched as its call says" + (f"; {', '.join(ops)} at its store" if ops else "")
 
     @property
-    def __name__(self) -> str:  # as other callables have it
+    def __name__(self) -> str:  # type: ignore[override]
         return self.function
 
     def __str__(self) -> str:
         return self.function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Raises ReflibError: kernels are compiled, not called."""
-        raise ReflibError(f"{self.function} is a Triton kernel: the interpreter of programs does not run it")

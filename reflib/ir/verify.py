@@ -5,16 +5,14 @@ A violation is a bug in a stage, so the message names the node, the statement an
 """
 
 from dataclasses import replace
-from typing import NoReturn
 
 import torch
 
 from ..errors import VerifyError
 from . import float8, random  # noqa: F401  (its op)
-from .expr import ZERO, Expr, Ref, Sym, Var, nonneg, product
+from .expr import ZERO, Expr, Ref, Sym, Var, nonneg, product, upper_bound
 from .loops import (
     Acc,
-    Const,
     Index,
     Indirect,
     Load,
@@ -59,51 +57,49 @@ _KINDS = {
 }
 
 
+def fail_if(broken: bool, rule: str) -> None:
+    if broken:
+        raise VerifyError(rule)
+
+
 def verify(program: Program) -> None:
     """Check all of ``program``; raises VerifyError at the first broken rule."""
     known = _verify_buffers(program)
     written = {n for n, b in program.buffers.items() if b.kind != "temp"}
     names: set[str] = set()
     for node in program.nodes:
-        if node.name in names:
-            raise VerifyError(f"{node.name}: two nodes have this name")
+        fail_if(node.name in names, f"{node.name}: two nodes have this name")
         names.add(node.name)
         for b in [*node.reads(), *node.writes()]:
-            if b not in program.buffers:
-                raise VerifyError(f"{node.name}: buffer {b} is not declared")
+            fail_if(b not in program.buffers, f"{node.name}: buffer {b} is not declared")
         # a kernel may read what it wrote
         own = isinstance(node, (LoopNest, Variants, Template)) or isinstance(getattr(node, "target", 0), Launched)
         own = own or isinstance(node, Extern) and node.out is not None  # (its results are among its arguments)
         inside = set(node.writes()) if own else set()
         for b in node.reads():
-            if b not in written and b not in inside:
-                raise VerifyError(f"{node.name}: reads {b} before any node has written it")
+            fail_if(b not in written and b not in inside, f"{node.name}: reads {b} before any node has written it")
         _verify_node(program, node, known, written)
         written |= set(node.writes())
     for v in iter_views(program.outputs):
-        if v.buffer not in written:
-            raise VerifyError(f"outputs: {v.buffer} is returned but never written")
+        fail_if(v.buffer not in written, f"outputs: {v.buffer} is returned but never written")
 
 
 def _verify_buffers(program: Program) -> set[Sym]:
     """Tables agree with each other; returns the size symbols known when the program starts."""
     known: set[Sym] = set()
     for i in program.inputs:
-        if isinstance(i, str) and (i not in program.buffers or program.buffers[i].kind != "input"):
-            raise VerifyError(f"inputs: {i} is not declared as an input buffer")
+        declared = not isinstance(i, str) or i in program.buffers and program.buffers[i].kind == "input"
+        fail_if(not declared, f"inputs: {i} is not declared as an input buffer")
         if isinstance(i, Expr):
             known |= i.symbols()
         elif isinstance(i, Sym):
             known.add(i)
     for name, b in program.buffers.items():
-        if name != b.name:
-            raise VerifyError(f"buffers: {b.name} is filed under the name {name}")
-        if len(b.shape) != len(b.strides):
-            raise VerifyError(f"buffers: {name} has {len(b.shape)} sizes and {len(b.strides)} strides")
-        if b.kind not in ("input", "const", "temp"):
-            raise VerifyError(f"buffers: {name} has the unknown kind {b.kind!r}")
-        if b.kind == "const" and name not in program.constants:
-            raise VerifyError(f"buffers: {name} is a constant without a value")
+        fail_if(name != b.name, f"buffers: {b.name} is filed under the name {name}")
+        ranks = len(b.shape), len(b.strides)
+        fail_if(len(set(ranks)) > 1, f"buffers: {name} has {ranks[0]} sizes and {ranks[1]} strides")
+        fail_if(b.kind not in ("input", "const", "temp"), f"buffers: {name} has the unknown kind {b.kind!r}")
+        fail_if(b.kind == "const" and name not in program.constants, f"buffers: {name} is a constant without a value")
         if b.kind == "input":
             known |= {s for e in (*b.shape, *b.strides) for s in e.symbols()}
     return known
@@ -111,9 +107,6 @@ def _verify_buffers(program: Program) -> set[Sym]:
 
 def _verify_node(program: Program, node: Node, known: set[Sym], written: set[str]) -> None:
     if isinstance(node, Extern):
-        for _, _, dim in node.symbols:
-            if not (dim is None or isinstance(dim, int)):
-                raise VerifyError(f"{node.name}: a symbol's dimension is {dim!r}")
         known |= {s for s, _, _ in node.symbols}
     elif isinstance(node, LoopNest):
         verify_loops(node, program.buffers, known, written)
@@ -192,8 +185,7 @@ def _verify_template(t: Template, buffers: dict[str, Buffer], known: set[Sym], w
         (v,) = (v for v in (t.a, t.b) if t.prologue(v) is p)
         if tuple(a.size for a in p.axes) != (v.shape[1:] if batch == 1 else v.shape) or p.reduced:
             raise VerifyError(f"{t.name}: the prologue of {v.buffer} must run over {v.shape}, not {p.axes}")
-        if v.buffer in buffers:
-            raise VerifyError(f"{t.name}: {v.buffer} is computed as it is read, and must not be in memory")
+        fail_if(v.buffer in buffers, f"{t.name}: {v.buffer} is computed as it is read, and must not be in memory")
         made = Buffer(v.buffer, v.dtype, buffers[p.reads()[0]].device, v.shape, v.strides)
         verify_loops(p, {**buffers, v.buffer: made}, known, written)
 
@@ -206,13 +198,11 @@ def verify_loops(
     if not acc and any(isinstance(s, Acc) for s in loops.body):
         raise VerifyError(f"{loops.name}: acc has a meaning only in a template's epilogue")
     axes = {a.var for a in loops.axes}
-    if len(axes) != len(loops.axes):
-        raise VerifyError(f"{loops.name}: two axes have one variable")
+    fail_if(len(axes) != len(loops.axes), f"{loops.name}: two axes have one variable")
     for a in loops.axes:
-        if a.kind not in ("p", "r"):
-            raise VerifyError(f"{loops.name}: axis {a.var} has the unknown kind {a.kind!r}")
-        if unknown := a.size.symbols() - known:
-            raise VerifyError(f"{loops.name}: axis {a.var}'s size {a.size} uses {sorted(unknown)}, not known here")
+        fail_if(a.kind not in ("p", "r"), f"{loops.name}: axis {a.var} has the unknown kind {a.kind!r}")
+        unknown = sorted(a.size.symbols() - known)
+        fail_if(bool(unknown), f"{loops.name}: axis {a.var}'s size {a.size} uses {unknown}, not known here")
     inside = _Inside(loops, buffers, axes, known, set(written))
     level = None
     for i, s in enumerate(loops.body):
@@ -221,8 +211,7 @@ def verify_loops(
             level = level or varying(loops.body, loops.reduced_vars)
             inside.check_store_races(i, s, level)
     devices = {buffers[b].device for b in [*loops.reads(), *loops.writes()]}
-    if len(devices) > 1:
-        raise VerifyError(f"{loops.name}: touches buffers on {' and '.join(sorted(map(str, devices)))}")
+    fail_if(len(devices) > 1, f"{loops.name}: touches buffers on {' and '.join(sorted(map(str, devices)))}")
 
 
 class _Inside:
@@ -234,28 +223,26 @@ class _Inside:
         self.points = all(nonneg(a.size - 1) for a in loops.axes)
         self.known_ends = dict[Expr, tuple[Expr, Expr] | None]()  # most indices are used several times
 
-    def fail(self, i: int, rule: str) -> NoReturn:
-        raise VerifyError(f"{self.loops.name}: {format_stmt(i, self.loops.body[i])}: {rule}")
+    def fail_if(self, broken: bool, i: int, rule: str) -> None:
+        if broken:
+            raise VerifyError(f"{self.loops.name}: {format_stmt(i, self.loops.body[i])}: {rule}")
 
     def dtype(self, i: int, a: int) -> torch.dtype:
-        if isinstance(self.loops.body[a], Store):
-            self.fail(i, f"%{a} is a store, which has no value")
+        self.fail_if(isinstance(self.loops.body[a], Store), i, f"%{a} is a store, which has no value")
         return self.loops.body[a].dtype  # type: ignore[union-attr]
 
     def check(self, i: int, s: Stmt) -> None:
         body = self.loops.body
         for a in stmt_args(s):
-            if not 0 <= a < i:
-                self.fail(i, f"uses %{a}, which is not computed before it")
+            self.fail_if(not 0 <= a < i, i, f"uses %{a}, which is not computed before it")
             self.dtype(i, a)
         for e in stmt_exprs(s):
             for atom in e.atoms():
-                if isinstance(atom, Var) and atom not in self.axes:
-                    self.fail(i, f"{atom} is not an axis of this LoopNest")
-                if isinstance(atom, Ref) and not isinstance(body[atom.id], Indirect):
-                    self.fail(i, f"{atom} is used as an index but is not an indirect")
-                if isinstance(atom, Sym) and atom not in self.known:
-                    self.fail(i, f"the size {atom} is not known here")
+                foreign = isinstance(atom, Var) and atom not in self.axes
+                value = isinstance(atom, Ref) and not isinstance(body[atom.id], Indirect)
+                self.fail_if(foreign, i, f"{atom} is not an axis of this LoopNest")
+                self.fail_if(value, i, f"{atom} is used as an index but is not an indirect")
+                self.fail_if(isinstance(atom, Sym) and atom not in self.known, i, f"the size {atom} is not known here")
         if isinstance(s, (Load, Store)):
             self.check_access(i, s)
         elif isinstance(s, Op):
@@ -265,25 +252,21 @@ class _Inside:
         elif isinstance(s, Scan):
             self.check_scan(i, s)
         elif isinstance(s, Indirect):
-            if self.dtype(i, s.arg) not in (torch.int32, torch.int64):
-                self.fail(i, "an indirect takes an int64, or an int32")
-        elif s.dtype not in VALUE_DTYPES or isinstance(s, Index) and s.dtype not in _INTS:
-            self.fail(i, f"{s.dtype} is not allowed here")
-        elif isinstance(s, Const) and not isinstance(s.value, (bool, int, float)):
-            self.fail(i, f"{s.value!r} is not a number")
+            integer = self.dtype(i, s.arg) in (torch.int32, torch.int64)
+            self.fail_if(not integer, i, "an indirect takes an int64, or an int32")
+        else:
+            allowed = s.dtype in (_INTS if isinstance(s, Index) else VALUE_DTYPES)
+            self.fail_if(not allowed, i, f"{s.dtype} is not allowed here")
 
     def check_access(self, i: int, s: Load | Store) -> None:
         buffer = self.buffers[s.buffer]
         have = s.dtype if isinstance(s, Load) else self.dtype(i, s.value)
-        if have != value_dtype(buffer.dtype):
-            self.fail(i, f"a value of {have} for a buffer of {buffer.dtype}")
+        self.fail_if(have != value_dtype(buffer.dtype), i, f"a value of {have} for a buffer of {buffer.dtype}")
         if isinstance(s, Store):
             self.written.add(s.buffer)
         else:
-            if s.mask is not None and self.dtype(i, s.mask) != torch.bool:
-                self.fail(i, "the mask is not a bool")
-            if s.buffer not in self.written:
-                self.fail(i, f"{s.buffer} is read before it is written")
+            self.fail_if(s.mask is not None and self.dtype(i, s.mask) != torch.bool, i, "the mask is not a bool")
+            self.fail_if(s.buffer not in self.written, i, f"{s.buffer} is read before it is written")
         if isinstance(s, Store) or s.mask is None:
             self.check_bounds(i, s.index, buffer)
 
@@ -297,113 +280,83 @@ class _Inside:
         ends = self.ends(index)
         if ends is None:
             return
-        if nonneg(ZERO - ends[0] - 1):
-            self.fail(i, f"the index goes down to {ends[0]}")
-        if nonneg(ends[1] - buffer.extent):
-            self.fail(i, f"the index goes up to {ends[1]}, the buffer has {buffer.extent} elements")
+        self.fail_if(nonneg(ZERO - ends[0] - 1), i, f"the index goes down to {ends[0]}")
+        beyond = nonneg(ends[1] - buffer.extent)
+        self.fail_if(beyond, i, f"the index goes up to {ends[1]}, the buffer has {buffer.extent} elements")
 
     def check_op(self, i: int, s: Op) -> None:
-        spec = OPS.get(s.op)
-        if spec is None:
-            self.fail(i, f"there is no op {s.op!r}")
-        if len(s.args) != spec.arity:
-            self.fail(i, f"takes {spec.arity} operands, has {len(s.args)}")
+        self.fail_if(s.op not in OPS, i, f"there is no op {s.op!r}")
+        spec = OPS[s.op]
+        self.fail_if(len(s.args) != spec.arity, i, f"takes {spec.arity} operands, has {len(s.args)}")
         dtypes = [self.dtype(i, a) for a in s.args]
-        if s.op == "where" and dtypes.pop(0) != torch.bool:
-            self.fail(i, "the condition is not a bool")
-        if len(set(dtypes)) != 1:
-            self.fail(i, f"operands of different dtypes {dtypes}")
-        if not _KINDS[spec.kind](dtypes[0]):
-            self.fail(i, f"takes {spec.kind} operands, not {dtypes[0]}")
+        self.fail_if(s.op == "where" and dtypes.pop(0) != torch.bool, i, "the condition is not a bool")
+        self.fail_if(len(set(dtypes)) != 1, i, f"operands of different dtypes {dtypes}")
+        self.fail_if(not _KINDS[spec.kind](dtypes[0]), i, f"takes {spec.kind} operands, not {dtypes[0]}")
         want = {"same": dtypes[0], "bool": torch.bool, "given": s.dtype}[spec.result]
-        if s.dtype != want or s.dtype not in (*VALUE_DTYPES, *float8.CASTS):
-            self.fail(i, f"gives {want}, is marked {s.dtype}")
+        right = s.dtype == want and s.dtype in (*VALUE_DTYPES, *float8.CASTS)
+        self.fail_if(not right, i, f"gives {want}, is marked {s.dtype}")
 
     def check_reduce(self, i: int, s: Reduce) -> None:
-        if s.kind not in REDUCTIONS:
-            self.fail(i, f"there is no reduction {s.kind!r}")
-        arg = s.kind.startswith("arg")
+        self.fail_if(s.kind not in REDUCTIONS, i, f"there is no reduction {s.kind!r}")
+        arg, dtypes = s.kind.startswith("arg"), [self.dtype(i, a) for a in s.args]
         count = 2 if arg or s.kind == "m2" and len(s.args) > 1 else 1
-        if len(s.args) != count:
-            self.fail(i, f"takes {count} operands, has {len(s.args)}")
-        if arg and (self.dtype(i, s.args[1]) != torch.int64 or s.dtype != torch.int64):
-            self.fail(i, "takes an int64 index and gives one")
-        if not arg and s.dtype != self.dtype(i, s.args[0]):
-            self.fail(i, f"reduces {self.dtype(i, s.args[0])} but is marked {s.dtype}")
-        if s.kind in ("any", "all") and s.dtype != torch.bool:
-            self.fail(i, "takes a bool")
-        if s.kind == "m2" and not (s.dtype.is_floating_point and all(self.dtype(i, a) == s.dtype for a in s.args)):
-            self.fail(i, "takes a float, and perhaps its weight")
+        self.fail_if(len(s.args) != count, i, f"takes {count} operands, has {len(s.args)}")
+        made = dtypes[1:] == [torch.int64] == [s.dtype] if arg else s.dtype == dtypes[0]
+        self.fail_if(not made, i, f"reduces {dtypes} but is marked {s.dtype}")
+        self.fail_if(s.kind in ("any", "all") and s.dtype != torch.bool, i, "takes a bool")
+        floats = s.dtype.is_floating_point and set(dtypes) == {s.dtype}
+        self.fail_if(s.kind == "m2" and not floats, i, "takes a float, and perhaps its weight")
 
     def check_scan(self, i: int, s: Scan) -> None:
-        if s.kind not in SCANS:
-            self.fail(i, f"there is no scan {s.kind!r}")
-        if len(self.loops.reduced) != 1:
-            self.fail(i, f"runs along one r axis, has {len(self.loops.reduced)}")
+        self.fail_if(s.kind not in SCANS, i, f"there is no scan {s.kind!r}")
+        self.fail_if(len(self.loops.reduced) != 1, i, f"runs along one r axis, has {len(self.loops.reduced)}")
         dtypes = [self.dtype(i, a) for a in s.args]
-        if len(dtypes) != (2 if s.kind.startswith("arg") else 1) or dtypes[1:] not in ([], [torch.int64]):
-            self.fail(i, f"takes a value (an arg*: and an int64), has {dtypes}")
-        if s.dtype != dtypes[-1] or dtypes[0] == torch.bool:
-            self.fail(i, f"of {dtypes} is marked {s.dtype}")
-        if s.kind == "logsumexp" and not s.dtype.is_floating_point:
-            self.fail(i, "takes a float")
+        right = dtypes[1:] == ([torch.int64] if s.kind.startswith("arg") else [])
+        self.fail_if(not right, i, f"takes a value (an arg*: and an int64), has {dtypes}")
+        self.fail_if(s.dtype != dtypes[-1] or dtypes[0] == torch.bool, i, f"of {dtypes} is marked {s.dtype}")
+        self.fail_if(s.kind == "logsumexp" and not s.dtype.is_floating_point, i, "takes a float")
 
     def check_store_races(self, i: int, s: Store, level: list[bool]) -> None:
         """Each point that executes a store must write its own element (except scatters, whose index is a value). An
         empty tensor may have any strides: torch gives shape [0, 4] the strides (1, 0)."""
-        atoms = s.index.atoms()
-        if s.reduce == "atomic":
-            self.check_atomic(i, s)
-            return
         if s.reduce:
-            self.check_sums(i, s)
-            return
+            return self.check_atomic(i, s) if s.reduce == "atomic" else self.check_sums(i, s)
+        atoms = s.index.atoms()
         if any(isinstance(a, Ref) for a in atoms) or any(a.size == 0 for a in self.loops.axes):
             return
         for a in self.loops.axes:
-            if (a.kind == "p" or level[i] or level[s.value]) and a.var not in atoms and a.size != 1:
-                self.fail(i, f"every {a.var} writes the same element")
+            many = a.size != 1 and (a.kind == "p" or level[i] or level[s.value])
+            self.fail_if(many and a.var not in atoms, i, f"every {a.var} writes the same element")
 
     def check_atomic(self, i: int, s: Store) -> None:
         """It adds to what an earlier node stored, at every point; nothing else here touches the buffer."""
         buffer = self.buffers[s.buffer]
-        if buffer.dtype not in ATOMIC:
-            self.fail(i, f"no atomic addition of {buffer.dtype}")
-        if s.buffer not in self.filled:
-            self.fail(i, f"{s.buffer} is added to before it is filled")
-        if self.loops.reduced or any(isinstance(o, (Reduce, Scan)) for o in self.loops.body):
-            self.fail(i, "an atomic addition beside a reduction")
-        others = [o for o in self.loops.body if isinstance(o, (Load, Store)) and o.buffer == s.buffer]
-        if any(isinstance(o, Load) or o.reduce != "atomic" for o in others):
-            self.fail(i, "another statement touches the sums")
+        self.fail_if(buffer.dtype not in ATOMIC, i, f"no atomic addition of {buffer.dtype}")
+        self.fail_if(s.buffer not in self.filled, i, f"{s.buffer} is added to before it is filled")
+        reduces = bool(self.loops.reduced) or any(isinstance(o, (Reduce, Scan)) for o in self.loops.body)
+        self.fail_if(reduces, i, "an atomic addition beside a reduction")
+        others = {getattr(o, "reduce", "load") for o in self.touching(s.buffer)}
+        self.fail_if(others != {"atomic"}, i, "another statement touches the sums")
 
     def check_sums(self, i: int, s: Store) -> None:
         """One index per column, counted from the start of a row; nothing else touches the rows."""
         buffer = self.buffers[s.buffer]
-        if s.reduce != "sum" or buffer.dtype != torch.float32:
-            self.fail(i, f"column sums of {buffer.dtype} are not float32")
-        if any(isinstance(a, Ref) for a in s.index.atoms()):
-            self.fail(i, "the column is a value")
+        right = s.reduce == "sum" and buffer.dtype == torch.float32
+        self.fail_if(not right, i, f"column sums of {buffer.dtype} are not float32")
+        self.fail_if(any(isinstance(a, Ref) for a in s.index.atoms()), i, "the column is a value")
         ends, columns = self.ends(s.index), product(buffer.shape[1:])
-        if ends is not None and nonneg(ends[1] - columns):
-            self.fail(i, f"the column goes up to {ends[1]} in rows of {columns}")
-        if sum(isinstance(o, (Load, Store)) and o.buffer == s.buffer for o in self.loops.body) > 1:
-            self.fail(i, "another statement touches the sums")
+        if ends is not None:
+            self.fail_if(nonneg(ends[1] - columns), i, f"the column goes up to {ends[1]} in rows of {columns}")
+        self.fail_if(len(self.touching(s.buffer)) > 1, i, "another statement touches the sums")
+
+    def touching(self, buffer: str) -> list[Load | Store]:
+        return [o for o in self.loops.body if isinstance(o, (Load, Store)) and o.buffer == buffer]
 
 
 def linear_ends(e: Expr) -> tuple[Expr, Expr] | None:
     """Least and greatest value of an index that is linear in loop variables with coefficients of known sign.
     Both are reached, if no axis is empty. None for other indices."""
-    low = high = e
-    for v in sorted(e.variables()):
-        c = e.coefficient(v)
-        if c is None or c.variables():
-            return None
-        rest_low, rest_high = low - c * Expr((((v,), 1),)), high - c * Expr((((v,), 1),))
-        if nonneg(c):
-            low, high = rest_low, rest_high + c * (v.size - 1)
-        elif nonneg(-c):
-            low, high = rest_low + c * (v.size - 1), rest_high
-        else:
-            return None
-    return None if any(not isinstance(a, Sym) for a in low.atoms() | high.atoms()) else (low, high)
+    atoms = e.atoms().union(*(v.size.atoms() for v in e.variables()))
+    low, high = upper_bound(-e), upper_bound(e)
+    linear = all(isinstance(a, Var | Sym) for a in atoms)
+    return (-low, high) if linear and low is not None and high is not None else None

@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from reflib import logs
 from reflib.errors import LoweringError, RegistrationError
 from reflib.ir.expr import Expr, Sym
-from reflib.ir.grid import Grid
 from reflib.ir.program import Assume, Choice, Extern, Ranges, Variant, View, full_view, holds, map_tree
 
 from . import custom_ops, one_order
@@ -185,8 +184,8 @@ def _not_a_choice(node: Any) -> str:
 # -- what the configs and the ranges are for this call -----------------------------------------------
 def _tops(ranges: Ranges | None) -> list[dict[str, int]]:
     """The size symbol's value at the top of each range; of two sizes, at all pairs of these."""
-    if isinstance(ranges, Grid):
-        first = Ranges(ranges.size, ranges.splits, ranges.upper, ranges.what)
+    if ranges is not None and ranges.inner is not None:
+        first = replace(ranges, inner=None)
         return [{**a, **b} for a, b in product(_tops(first) or [{}], _tops(ranges.inner) or [{}]) if a or b]
     symbol = ranges.size.atom if ranges else None
     if ranges is None or not isinstance(symbol, Sym):
@@ -259,7 +258,7 @@ def _ranges(cx: LoweringContext, r: Registration, given: Mapping[str, Any]) -> R
     if len(found) < 2:
         return found[0] if found else None
     first, second = found
-    return Grid(first.size, first.splits, first.upper, first.what, second)
+    return replace(first, inner=second)
 
 
 def _ranges_on(cx: LoweringContext, r: Registration, given: Mapping[str, Any], d: DispatchOn) -> Ranges | None:

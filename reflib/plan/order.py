@@ -2,16 +2,12 @@
 
 Nodes arrive in a legal order. Each one allocates what it writes first, and frees what nothing reads after it; the peak
 depends on the order alone, as long as dependencies are kept. Finding the best order is NP-hard, so the search is
-bounded, by a number of nodes looked at that grows with the program (``_LOOKS``), and says what it knows:
-
-* No order can have less than the largest node needs for itself, nor less than the outputs together (``Order.least``).
-* Greedily: of the nodes that may run, the one that frees most; where none frees, the one that allocates least, or the
-  one that is first in the given order.
-* As given, but what makes more than it frees just before the first node that needs it and does not.
-* Hill by hill: what rises and falls again runs as a whole, the hill with most beyond what it leaves before others.
-* Depth first, only orders below the best peak so far, no set of finished nodes twice. A node that frees at least what
-  it allocates, and fits, is run without alternatives: whatever order follows, it would be no worse with the node moved
-  to its front. Where the search ends before its bound, the best order found is the best there is.
+bounded, by a number of nodes looked at that grows with the program (``_LOOKS``), and says what it knows: no order can
+have less than the largest node needs for itself, nor less than the outputs together (``Order.least``). It tries two
+that are made by a rule (``Lifetimes.late`` and ``hills``), and then depth first only orders below the best peak so far,
+no set of finished nodes twice. A node that frees at least what it allocates, and fits, is run without alternatives:
+whatever order follows, it would be no worse with the node moved to its front. Where the search ends before its bound,
+the best order found is the best there is.
 
 Nothing gets slower: the kernels are the same; what waits for a device, moves data between two, or has an effect keeps
 its place among all others; and an order is refused that reads more bytes again, so late that a cache has lost them,
@@ -21,7 +17,6 @@ NB: TorchInductor (``reorder_for_peak_memory``) takes the best of three greedy o
 """
 
 import heapq
-import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -33,7 +28,7 @@ import torch
 
 from ..capture.saved import is_callers
 from ..fuse.dependencies import dependencies, has_effect
-from ..ir.loops import Load, LoopNest, Store
+from ..ir.loops import LoopNest
 from ..ir.program import Choice, Extern, Node, Program, Template, Variants, iter_views, walk
 from ..lower.symbols import Symbols
 from ..options import Options
@@ -135,7 +130,7 @@ def _best(m: "Lifetimes") -> Order:
     before = peak = m.peak(given)
     orders, whole = [(peak, given)], False  # each needs less than the one before it
     if peak > m.least:
-        for other in (m.greedy(), m.greedy(patient=True), m.late(), m.hills()):
+        for other in (m.late(), m.hills()):
             if (now := m.peak(other)) < peak:
                 orders.append((peak := now, other))
         looks = _LOOKS[0] + _LOOKS[1] * len(given)
@@ -170,10 +165,6 @@ class Lifetimes:
         touched = ((*r, *w, *_aliases(n)) for r, w, n in zip(reads, writes, program.nodes))
         self.touch = [list(dict.fromkeys(number[b] for b in t if b in number)) for t in touched]
         self.work = [_workspace(n, program) for n in program.nodes]
-        self.moved = []  # bytes of each in ``touch``
-        for n, mine in zip(program.nodes, self.touch):
-            part = _parts(n, program)
-            self.moved.append([min(self.size[b], part.get(kept[b].name, self.size[b])) for b in mine])
         users: list[list[int]] = [[] for _ in kept]
         for i, mine in enumerate(self.touch):
             for b in mine:
@@ -242,19 +233,15 @@ class Lifetimes:
         over = sum(self.size[a] for a in self.over[i] if self.users[a] == 1)
         return self.bytes + self.born[i] + self.work[i] - over
 
-    def run(self, i: int) -> list[int]:
-        """Node i runs. Returns nodes of which the score has changed."""
+    def run(self, i: int) -> None:
         self.bytes += self.score[i]
-        changed = []
         for b in self.touch[i]:
             self.users[b] -= 1
             self.last[b] -= i
             if self.users[b] == 1:
                 self.score[self.last[b]] -= self.size[b]
-                changed.append(self.last[b])
         for j in self.after[i]:
             self.waiting[j] -= 1
-        return changed
 
     def undo(self, i: int) -> None:
         for j in self.after[i]:
@@ -278,27 +265,6 @@ class Lifetimes:
                 most, at = now, place
             self.run(i)
         return most, at
-
-    def greedy(self, patient: bool = False) -> tuple[int, ...]:
-        """Of all that may run, what frees most; else what allocates least, or (``patient``) as given."""
-        self.reset()
-
-        def cost(i: int) -> int:
-            return min(self.score[i], 0) if patient else self.score[i]
-
-        ready = [(cost(i), i) for i in range(self.n) if not self.waiting[i]]
-        heapq.heapify(ready)
-        out: dict[int, None] = {}
-        while ready:
-            found, i = heapq.heappop(ready)
-            if i in out or found != cost(i):
-                continue  # pushed again when its score changed
-            changed = self.run(i)
-            out[i] = None
-            for j in (*changed, *self.after[i]):
-                if j < self.n and not self.waiting[j] and j not in out:
-                    heapq.heappush(ready, (cost(j), j))
-        return tuple(out)
 
     def late(self) -> tuple[int, ...]:
         """As given, but what makes more than it frees waits until something else needs it."""
@@ -417,27 +383,12 @@ class Lifetimes:
         touched, far = 0, 0
         at: dict[int, int] = {}
         for i in sequence:
-            for b, moved in zip(self.touch[i], self.moved[i]):
+            for b in self.touch[i]:
                 if b in at and touched - at[b] > _CACHE:
-                    far += moved
-            touched += sum(self.moved[i])
+                    far += self.size[b]
+            touched += sum(self.size[b] for b in self.touch[i])
             at |= dict.fromkeys(self.touch[i], touched)
         return far
-
-
-def _parts(node: Node, program: Program) -> dict[str, int]:
-    """Bytes of each buffer that it reads or writes, at most."""
-    out: dict[str, int] = {}
-    views = iter_views((node.args, node.kwargs, node.outputs)) if isinstance(node, Extern) else ()
-    found: list[tuple[str, Any, int]] = [(v.buffer, (v.buffer, v), math.prod(e.hint() for e in v.shape)) for v in views]
-    for p in node.variants[-1].kernel.parts if is_kernel(node) else ():
-        if not isinstance(p, LoopNest):
-            return {}
-        points = (p.numel * p.rnumel).hint()
-        found += [(s.buffer, (s.buffer, s.index), points) for s in p.body if isinstance(s, (Load, Store))]
-    for name, count in {key: (name, count) for name, key, count in found}.values():
-        out[name] = out.get(name, 0) + count * program.buffers[name].dtype.itemsize
-    return out
 
 
 def _aliases(node: Node) -> list[str]:

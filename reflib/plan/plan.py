@@ -20,7 +20,7 @@ from typing import TypeGuard
 import torch
 
 from ..ir.expr import Sym, expr
-from ..ir.loops import Load, LoopNest, Reduce, Stmt, Store
+from ..ir.loops import Load, LoopNest, Reduce, Store
 from ..ir.program import Buffer, Extern, KernelNode, Node, Program, Variants, iter_views, walk
 from ..ir.transforms import TWICE, needed, phases
 from ..options import Options
@@ -212,19 +212,15 @@ def can_overwrite(node: Variants, dead: str, new: str) -> bool:
     loads = [s for s in loops.loads() if s.buffer == dead]
     if len(stores) != 1 or any(s.index != stores[0].index or s.dtype.itemsize == 0 for s in loads):
         return False
-    if any(s.buffer == dead for s in loops.body[_position(loops, stores[0]) :] if isinstance(s, Load)):
+    body, at = loops.body, next(i for i, s in enumerate(loops.body) if s is stores[0])
+    if any(isinstance(s, Load) and s.buffer == dead for s in body[at:]):
         return False
-    body, at = loops.body, _position(loops, stores[0])
     for when in (phases(body, most) for most in (False, True) if loops.reduced):
         ends = ((i, when[i] + (getattr(s, "kind", "") in TWICE)) for i, s in enumerate(body))
         late = [i for i, last in ends if last > when[at] and isinstance(body[i], (Reduce, Store))]
         if any(body[j] in loads for j in needed(body, late, lambda k: not isinstance(body[k], Reduce))):
             return False
     return True
-
-
-def _position(loops: LoopNest, stmt: Stmt) -> int:
-    return next(i for i, s in enumerate(loops.body) if s is stmt)
 
 
 def bind_symbols(program: Program) -> list[Let]:

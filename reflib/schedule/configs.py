@@ -1,19 +1,13 @@
-"""Other launches of a kernel than the heuristics' one: a few that may be faster, to be measured, and all that may be
-pinned.
+"""Other launches of a kernel than the heuristics' one: a few that may be faster, to be measured (``few``), and all that
+may be pinned (``possible``; ``every`` is also what ``tests/bench/launches.py`` draws from).
 
-**The few.** Launches that are faster than the heuristics' one differ little from it: twice or half the warps, or the
-points per program, or another length of the loop over a row. So ``STEPS`` lists, for each shape of kernel, the steps
-from the heuristics' launch that most often led to a better one, the best first. A step is taken only where it is
-possible (a row in registers stays whole, a loop is shorter than its row) and where ``ir.traffic`` does not expect
-clearly more sectors.
-
+Launches that are faster than the heuristics' one differ little from it: twice or half the warps, or the points per
+program, or another length of the loop over a row. So ``STEPS`` lists, for each shape of kernel, the steps from the
+heuristics' launch that most often led to a better one, the best first. A step is taken only where it is possible (a row
+in registers stays whole, a loop is shorter than its row) and where ``ir.traffic`` does not expect clearly more sectors.
 Over 153 kernels measured on an H200 with up to 50 launches each, the heuristics' launch takes 1.035 times the best
-one's time, the best of 4 chosen so 1.010, of 5 1.006 (geometric means). The steps were chosen on these kernels; of
-steps chosen on one half of them the best of 5 takes 1.018 times the best time on the other half.
-
-**All.** ``every`` lists what a lookup table may name, and what ``tests/bench/launches.py`` draws from.
-
-A launch never changes what a kernel reads and writes, nor what its fast variant assumes.
+one's time, the best of 5 chosen so 1.006 (geometric means; of steps chosen on one half of the kernels, the best of 5
+takes 1.018 on the other half). A launch changes neither what a kernel reads and writes, nor what it assumes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -87,7 +81,7 @@ def few(kernel: KernelNode, buffers: Mapping[str, Buffer], target: Target) -> li
         made.insert(0, _side(replace(own, xblock=dict(own.extras)["yblock"]), own.xblock))  # its sides exchanged
     if own.reduction == "persistent" and not any(isinstance(s, Scan) for s in space.body):
         at = 0 if shape == "columns" else 3 if own.rblock >= 1024 else len(made)
-        made[at:at] = _loops(traffic, own, shape)
+        made[at:at] = _loops(own, shape)
     least = _sectors(traffic, own)
     for c in made:
         near = c not in out and _possible(traffic, c, own, target)
@@ -161,7 +155,7 @@ def _side(c: Config, y: int) -> Config:
     return replace(c, extras=tuple(sorted({**dict(c.extras), "yblock": y}.items())))
 
 
-def _loops(t: Traffic, c: Config, shape: str) -> Iterable[Config]:
+def _loops(c: Config, shape: str) -> Iterable[Config]:
     """Rows that are in registers, looped over: columns in squares of 32 lanes, rows in two steps or in four."""
     looped = replace(c, reduction="looped")
     if shape == "columns":

@@ -28,7 +28,9 @@ def variants(name: str, x: Extern, buffers: dict[str, Buffer], target: Target) -
         kernel = replace(kernel, tiling=tilings(kernel, heads, target)[0])
         x = replace(x, target=kernel)
     assert kernel.tiling is not None
-    limits = limit_facts([buffers[b].extent for b in x.reads()] + _products(given))
+    q, k = given["q"].shape, given["k"].shape
+    products = [q[0] * q[1] * q[2], k[0] * k[1] * k[2]]  # indices of all queries, all keys
+    limits = limit_facts([*(buffers[b].extent for b in x.reads()), *products])
     if any(s.lo < -(2**31) for s in symbols_in((x.args, x.kwargs))):
         limits = None
     multiples = _multiples(kernel, given)
@@ -78,9 +80,3 @@ def _lengths(given: dict[str, View], kernel: FlexKernel) -> tuple[tuple[str, Exp
     walked = "m" if kernel.kind == "dkv" else "n"
     block[walked] = max(block[walked], kernel.blocks["mn".index(walked)])
     return ("m", given["q"].shape[2], block["m"]), ("n", given["k"].shape[2], block["n"])
-
-
-def _products(given: dict[str, View]) -> list[Expr]:
-    """Numbers of the kernel's that are not offsets: an index of all queries, and of all keys."""
-    q, k = given["q"].shape, given["k"].shape
-    return [q[0] * q[1] * q[2], k[0] * k[1] * k[2]]

@@ -32,7 +32,7 @@ from ..seams import Seam
 from ..target import Target
 from .axes import Space, layout, step
 
-# (traffic, Target, Options, general) -> (Config, what it assumes) of kernels of a shape of their own; None: of none.
+# (traffic of each part, Target, Options) -> Config of kernels of a shape of their own, which assumes nothing; or None.
 SHAPES = Seam("schedule.SHAPES")
 # (Config, traffic, Target) -> Config, where memory is not read in order: rows that are not aligned, strides.
 ADJUST = Seam("schedule.ADJUST")
@@ -119,8 +119,8 @@ def _config(
     main: Traffic, traffic: list[Traffic], target: Target, options: Options, general: bool = False
 ) -> tuple[Config, tuple[Assume, ...]]:
     for shape in SHAPES.values():
-        if (found := shape(traffic, target, options, general)) is not None:
-            return found
+        if (found := shape(traffic, target, options)) is not None:
+            return found, ()
     if rows := [t for t in traffic if t.space.mode == "reduction"]:
         main = max(rows, key=lambda t: t.space.x.size.hint())
         config, facts = _reduction(main, target, options, general)
@@ -179,9 +179,15 @@ def _persistent(t: Traffic, rows: int, length: int, target: Target) -> Config:
         xblock, warps = 2, nearest_pow2(2 * length / warp)
     else:
         xblock, warps = 1, min(16 if rblock <= 16384 else 32, rblock // warp)
+    xblock, warps = filling(rows, xblock, warps, target)
+    return Config("persistent", xblock=xblock, rblock=rblock, num_warps=max(1, min(warps, xblock * rblock // 32)))
+
+
+def filling(rows: int, xblock: int, warps: int, target: Target) -> tuple[int, int]:
+    """Rows per program, and its warps: fewer, until there are enough programs for the chip."""
     while xblock > 1 and rows < xblock * target.units * 4:
         xblock, warps = xblock // 2, max(1, warps // 2)
-    return Config("persistent", xblock=xblock, rblock=rblock, num_warps=max(1, min(warps, xblock * rblock // 32)))
+    return xblock, warps
 
 
 def _looped(t: Traffic, rows: int, length: int, target: Target) -> Config:

@@ -7,33 +7,28 @@ would give, and static and symbolic lengths agree. Where memory runs across rows
 program holds as many rows as fill a sector; which of the two it is depends on strides along the row, and on no size.
 """
 
-from typing import Any
-
-from ..ir.program import Assume, Config
+from ..ir.program import Config
 from ..options import Options
 from ..target import Target
 from .axes import step
-from .heuristics import nearest_pow2
+from .heuristics import Traffic, nearest_pow2
 
 LANES = 1024  # of a row that is contiguous
 COLUMN_LANES = 128
 FULL = 4096  # elements of a program
 
 
-def one_order(
-    traffic: list[Any], target: Target, options: Options, general: bool
-) -> tuple[Config, tuple[Assume, ...]] | None:
-    """The launch of a kernel that reduces, of parts with rows of one length; None for others.
-    traffic: of each part (``heuristics.Traffic``)."""
-    if not options.batch_invariant:
-        return None
-    rows = [t for t in traffic if t.space.mode == "reduction"]
+def one_order(traffic: list[Traffic], target: Target, options: Options) -> Config | None:
+    """The launch of a kernel that reduces, of parts with rows of one length; None for others."""
+    rows = [t for t in traffic if t.space.mode == "reduction" and options.batch_invariant]
     if not rows:
         return None
     main = max(rows, key=lambda t: t.space.x.size.hint())
-    along = _along_memory(main.space)
+    r = main.space.r
+    assert r is not None
+    along = any(step(a.index, r) == 1 for a in main.space.loads if a.index.has(r))  # a row is contiguous
     lanes = LANES if along else COLUMN_LANES
-    length = main.space.r.size.constant
+    length = r.size.constant
     if length is not None:
         lanes = min(lanes, 1 << max(0, length - 1).bit_length())
     looped = length is None or length > lanes
@@ -42,9 +37,4 @@ def one_order(
     while xblock > 1 and count < xblock * target.units:
         xblock //= 2
     warps = nearest_pow2(min(8, max(1, xblock * lanes / (target.warp * 8))))
-    return Config("one_order", xblock, lanes, warps), ()
-
-
-def _along_memory(space: Any) -> bool:
-    """Is a row contiguous in some tensor?"""
-    return any(step(a.index, space.r) == 1 for a in space.loads if a.index.has(space.r))
+    return Config("one_order", xblock, lanes, warps)

@@ -2,20 +2,17 @@
 as fits the instruction cache.
 
 ``heuristics`` and ``uneven`` count bytes, since a kernel that waits for memory wants much in flight. A body of many
-steps has many values alive at once, of each element that its thread has; those that registers do not hold are kept in
-memory, and long before that few warps run on a multiprocessor, so that nothing hides what an exponential or a division
-waits for (an asymmetric loss over rows of 5,624 with 16 elements per thread: 255 registers, 47 us on an H100 where
-TorchInductor takes 37 in two kernels).
+steps has many values alive at once, of each element that its thread has; long before registers do not hold them, few
+warps run on a multiprocessor, so that nothing hides what an exponential or a division waits for (an asymmetric loss
+over rows of 5,624 with 16 elements per thread: 255 registers, 47 us on an H100 where TorchInductor takes 37).
 
-A thread's elements are computed one after another by code of their own: what an operation takes, it takes per element.
-Most take one instruction or two, but those of NVIDIA's library 20 to 200: they are inlined, branches and all. Code that
-does not fit the instruction cache is fetched from L2 again by each program (three ``lgamma`` and six logarithms per
-element, a mean over rows of 3,072 with 16 elements per thread: 14,000 instructions, 219 KB, and 254 registers; 296 us
-on an H100 where TorchInductor takes about 110. With 4 elements it is 3,600 instructions and 77 registers).
+A thread's elements are computed one after another by code of their own. Most operations take one instruction or two,
+those of NVIDIA's library 20 to 200, inlined. Code that does not fit the instruction cache is fetched from L2 again by
+each program (three ``lgamma`` and six logarithms per element, rows of 3,072: 219 KB with 16 elements per thread, and
+296 us on an H100 where TorchInductor takes about 110; with 4 elements it is a quarter of that code).
 
-Where columns are reduced, fewer elements are fewer rows at a time, in a loop: a program of 8 columns would read 16 or
-32 bytes of each row, which sectors hold in part. Where memory runs across rows that are in registers, more threads hold
-as many of them.
+Where columns are reduced, fewer elements are fewer rows at a time, in a loop: a program of 8 columns would read parts
+of sectors. Where memory runs across rows that are in registers, more threads hold as many of them.
 """
 
 from dataclasses import replace

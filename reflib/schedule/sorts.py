@@ -10,27 +10,24 @@ for each other. Where a combination takes long (an exponential), that counts: on
 takes 2.7 times the instructions of blocks of one warp. Of two scans (a gradient's) registers hold fewer elements.
 """
 
-from typing import Any
-
 from ..ir.loops import Scan
-from ..ir.program import Assume, Config
+from ..ir.program import Config
 from ..ir.traffic import SECTOR
 from ..options import Options
 from ..target import Target
-from .heuristics import READ_BYTES
+from .heuristics import READ_BYTES, Traffic, filling
 
 LANES = 32  # rows that lanes go along
 HELD = 32  # elements per thread, at most
 
 
-def sorts(
-    traffic: list[Any], target: Target, options: Options, general: bool
-) -> tuple[Config, tuple[Assume, ...]] | None:
-    """The launch of a kernel with a sort; None for others. traffic: of each part (``heuristics.Traffic``)."""
+def sorts(traffic: list[Traffic], target: Target, options: Options) -> Config | None:
+    """The launch of a kernel with a sort; None for others."""
     found = [t for t in traffic if any(isinstance(s, Scan) and s.kind == "sort" for s in t.space.body)]
     if not found:
         return None
     t = max(found, key=lambda t: t.space.x.size.hint())
+    assert t.space.r is not None
     rows, length = max(1, t.space.x.size.hint()), int(t.space.r.size)
     rblock = 1 << (length - 1).bit_length()
     each = max(4, READ_BYTES // t.width)  # elements per thread
@@ -41,24 +38,23 @@ def sorts(
         xblock, warps = 4 * target.warp * each // rblock, 4
     else:
         xblock, warps = 1, 1
-    while xblock > 1 and rows < xblock * target.units * 4:
-        xblock, warps = xblock // 2, max(1, warps // 2)
-    return Config("persistent", xblock=xblock, rblock=rblock, num_warps=warps), ()
+    xblock, warps = filling(rows, xblock, warps, target)
+    return Config("persistent", xblock=xblock, rblock=rblock, num_warps=warps)
 
 
-def scans(
-    traffic: list[Any], target: Target, options: Options, general: bool
-) -> tuple[Config, tuple[Assume, ...]] | None:
+def scans(traffic: list[Traffic], target: Target, options: Options) -> Config | None:
     """The launch of a kernel that scans long rows by exponentials, and does nothing else along them; else None."""
     found = [t for t in traffic if any(isinstance(s, Scan) and s.kind == "logsumexp" for s in t.space.body)]
     if len(traffic) != 1 or not found or found[0].passes > 1 or found[0].columns():
         return None
-    rows, length = (max(1, v.size.hint()) for v in (found[0].space.x, found[0].space.r))
-    count = sum(isinstance(s, Scan) for s in found[0].space.body)
+    s = found[0].space
+    assert s.r is not None
+    rows, length = (max(1, v.size.hint()) for v in (s.x, s.r))
+    count = sum(isinstance(i, Scan) for i in s.body)
     block, warps = max(4, HELD // count**2) * target.warp, 1
     if length <= block:
         return None
     while warps < 16 and length > block * warps and rows * warps < 16 * target.units:
         warps *= 2
     rblock = min(block * warps, block * warps // 2, key=lambda n: (-(-length // n) * n, -n))
-    return Config("looped", xblock=1, rblock=rblock, num_warps=warps), ()
+    return Config("looped", xblock=1, rblock=rblock, num_warps=warps)

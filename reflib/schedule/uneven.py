@@ -36,7 +36,7 @@ from ..ir.traffic import LANES, SECTOR, WARP, Access, accesses, cost
 from ..ir.transforms import needed, phases
 from ..target import Target
 from .axes import step
-from .heuristics import READ_BYTES, nearest_pow2
+from .heuristics import READ_BYTES, filling, nearest_pow2
 
 SQUARE, MUCH_FEWER = 32, 0.6
 WORTH = 0.75  # of the sectors: what is left where twice as many rows per program pay
@@ -150,14 +150,7 @@ def _unaligned(config: Config, t: Any, moved: list[Access], target: Target) -> C
         xblock, warps = max(1, int(share * warp) // rblock), 1
     else:
         xblock, warps = 2, min(16, nearest_pow2(2 * r.size.hint() / warp))
-    return _filling(replace(config, xblock=xblock, num_warps=warps), t, target)
-
-
-def _filling(config: Config, t: Any, target: Target) -> Config:
-    """With enough programs for the chip."""
-    rows, xblock, warps = t.space.x.size.hint(), config.xblock, config.num_warps
-    while xblock > 1 and rows < xblock * target.units * 4:
-        xblock, warps = xblock // 2, max(1, warps // 2)
+    xblock, warps = filling(t.space.x.size.hint(), xblock, warps, target)
     return replace(config, xblock=xblock, num_warps=warps)
 
 

@@ -87,10 +87,10 @@ def test_what_lives_at_once_is_apart_for_all_sizes(seed):
     total = assign(made)
     for values in itertools.product((0, 1, 2, 3, 64, 1000), repeat=2):
         env = dict(zip((m, n), values))
-        spans = [(s, s.at.evaluate(env), s.end.evaluate(env)) for s in made]
+        spans = [(s, s.at.evaluate(env), (s.at + s.size).evaluate(env)) for s in made]
         assert all(0 <= at <= end <= total.evaluate(env) and at % ALIGN == 0 for _, at, end in spans)
         for (s, a, b), (t, c, d) in itertools.combinations(spans, 2):
-            assert not s.meets(t) or b <= c or d <= a, (s, t, env)
+            assert s.last < t.first or t.last < s.first or b <= c or d <= a, (s, t, env)
     most = max(sum(s.size.hint() for s in made if s.first <= i <= s.last) for i in range(30))
     assert most <= total.hint() <= sum(s.size.hint() for s in made)
 

@@ -6,7 +6,7 @@ from cpp_running import Case, build, one
 from hand_loops import FLOATS, eager_traps, every_op, hostile, op_loops, operands, reduce_loops, short
 
 from reflib.generate import cpp_text
-from reflib.ir.ops import OPS, REDUCTIONS, VALUE_DTYPES, cast
+from reflib.ir.ops import OPS, REDUCTIONS, VALUE_DTYPES
 
 # More units in the last place than the default 2: by libm's or torch's own error, or by cancellation near a zero.
 ULPS = {
@@ -44,7 +44,7 @@ def test_op(case, ops):
         fine = ~((args[0] / args[1]).isinf() & (args[1] != 0))  # eager gives NaN where the quotient overflows
         args, got = [a[fine] for a in args], got[fine]
     if name == "cast":
-        want = cast(args[0], to)
+        want = args[0].to(to)
         if dtype.is_floating_point and not to.is_floating_point and to != torch.bool:
             i = torch.iinfo(to)
             fine = (args[0] > i.min) & (args[0] < i.max)  # outside, C++ and torch leave it open

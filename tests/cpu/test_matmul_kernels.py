@@ -166,13 +166,6 @@ def test_masks_only_where_needed() -> None:
     assert "mask=k[None, :] < 65 - k0" in source and "(n[None, :] < 100)" in source and "m[:, None] <" not in source
 
 
-def test_a_counter_where_there_are_no_reducers() -> None:
-    kernel, binary = built(large(replace(WARPS, reducers=0), m=32, k=16384))
-    atomics, polls = count(binary, r"atom\.global\.gpu\.acq_rel", r"ld\.relaxed\.gpu")
-    assert atomics == 1 and polls == 0 and kernel.grid == 32
-    assert [b for b, _ in kernel.buffers] == ["a", "b", "product_parts", "product_counters", "out"]
-
-
 def split_source(tiling: Tiling, **more: Any) -> str:
     return replace(large(tiling, m=64, k=16384), **more).kernel("product").source
 
@@ -184,11 +177,10 @@ def test_reducers_take_rows_or_parts_of_a_row() -> None:
     assert "YBLOCK: tl.constexpr = 1, XBLOCK: tl.constexpr = 8" in source and "piece // 4" in source
 
 
-@pytest.mark.parametrize("reducers", [0, 1])
-def test_parts_are_added_at_once_or_in_groups(reducers: int) -> None:
-    few = split_source(replace(WARPS, splits=6, reducers=reducers))
+def test_parts_are_added_at_once_or_in_groups() -> None:
+    few = split_source(replace(WARPS, splits=6, reducers=1))
     assert "s = tl.arange(0, 8)[:, None, None]" in few
-    many = split_source(replace(WARPS, splits=50, reducers=reducers))
+    many = split_source(replace(WARPS, splits=50, reducers=1))
     assert "for first in tl.range(0, SPLITS, 8):" in many and "s = first + tl.arange(0, 8)" in many
 
 
@@ -210,7 +202,8 @@ def test_tilings_that_cannot_be() -> None:
     refuse(large(replace(TILED, k=8)), "at least 16")
     refuse(large(replace(WARPS, k=32)), "at least 16")
     refuse(large(replace(TILED, splits=2)), "cannot split k")
-    refuse(large(replace(WARPS, splits=1, warps_k=1)), "nothing split")
+    refuse(large(replace(WARPS, splits=1)), "nothing split")
+    refuse(large(replace(WARPS, reducers=0)), "0 reducers for a tile")
     refuse(large(replace(TILED, reducers=2)), "cannot split k")
     refuse(large(replace(WARPS, reducers=3)), "reducers is 3; it must be a power of two")
     refuse(large(replace(WARPS, reducers=4096)), "4096 reducers for a tile of 32 x 32")

@@ -53,7 +53,7 @@ def program(m: Manifest) -> Manifest:
 
 def size(m: Manifest) -> list[Any]:
     """[1, the argument's number of rows]: a term of an expression."""
-    return program(m)["arguments"][0]["tensor"]["shape"][0]["terms"][0]
+    return program(m)["arguments"][0]["tensor"]["shape"][0]["value"][0]
 
 
 def refused(path: Path, match: str, folder: Path) -> None:

@@ -23,7 +23,7 @@ from triton_half_cases import HALF, half_case, half_problem
 
 import reflib
 from reflib.generate.compile_triton import compile_kernel
-from reflib.ir.ops import OPS, cast
+from reflib.ir.ops import OPS
 from reflib.target import device_target
 from reflib.wrap.cuda_launch import load
 
@@ -72,7 +72,7 @@ def test_op(name: str) -> None:
     got = after["out"]
     args = [after[f"x{k}"] for k in range(OPS[op].arity)]
     if op == "cast":
-        want, exact = cast(args[0], got.dtype), cast(args[0], got.dtype)
+        want = exact = args[0].to(got.dtype)
     else:
         want = OPS[op].meaning(*args)
         exact = OPS[op].meaning(
