@@ -125,7 +125,6 @@ PLUGS: dict[str, dict[str, str]] = {
         "unroll": "fuse.unroll:unroll",
         "reverse": "fuse.reversal:reverse",
         "mix_order": "fuse.mix_order:mix_orders",
-        "split_rows": "fuse.split_rows:split_rows",
         "split_online": "fuse.split_online:split_online",
         "split": "fuse.split:split_reductions",
         "split_scans": "fuse.split_scans:split_scans",
