@@ -130,7 +130,6 @@ PLUGS: dict[str, dict[str, str]] = {
         "split_scans": "fuse.split_scans:split_scans",
         "inline": "fuse.inline_loads:inline_loads",
         "widen": "fuse.casts:widen_late",
-        "prologues": "fuse.casts:prologues",
     },
     "fuse.RULES": {
         "template": "fuse.templates:template_rule",

@@ -21,7 +21,7 @@ Passes that plug in before it (``driver.BEFORE``), as a rule (``legality.RULES``
 * ``inline_loads``: a cheap producer that is read at other elements than it writes (cat, pad, slices, broadcasts) is
   computed again where it is read (``producers``). ``unroll``: sums of few elements; ``reversal``: scans read backwards.
 * ``picks``: one element of a row that a scan or a sort makes is found by a reduction over the row, which then fuses.
-* ``casts``: a cast before a matmul becomes its prologue; one behind it is left to its readers.
+* ``casts``: a cast behind a matmul is left to its readers.
 * ``templates``, ``launch_epilogues``: what joins a matmul, a user's kernel; ``scatters``: those of ours.
 * ``waist``: what elementwise kernels keep for later ones is cut at its narrowest. ``recompute``: a value that another
   kernel reads is computed there again where that moves fewer bytes.
