@@ -145,7 +145,6 @@ PLUGS: dict[str, dict[str, str]] = {
         "store_once": "fuse.store_once:store_once",
         "narrow": "fuse.narrow:narrow",
         "across": "fuse.unroll:across",
-        "by_part": "fuse.unroll:by_part",
         "launches": "fuse.launch_epilogues:launch_epilogues",
         "overlap": "ranks.collectives:overlapped",
         "combine": "fuse.combine:combine",
