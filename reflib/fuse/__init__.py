@@ -17,12 +17,12 @@ Passes that plug in before it (``driver.BEFORE``), as a rule (``legality.RULES``
 * ``slices``, ``slice_stores``: chains of writes to slices go slice by slice; ``in_place``: other updates, in place.
   ``into_place``: a call or a product writes into the part of a larger tensor that it is copied to.
 * ``mix_order``: column sums that the kernel which reduces the rows can compute as well.
-* ``split``, ``split_online`` (softmax), ``split_rows`` (losses): a reduction in two, so the whole machine has work.
+* ``split``, ``split_online`` (softmax): a reduction in two, so the whole machine has work.
 * ``inline_loads``: a cheap producer that is read at other elements than it writes (cat, pad, slices, broadcasts) is
   computed again where it is read (``producers``). ``unroll``: sums of few elements; ``reversal``: scans read backwards.
 * ``picks``: one element of a row that a scan or a sort makes is found by a reduction over the row, which then fuses.
-* ``casts``: a cast before a matmul becomes its prologue; one behind it is left to its readers.
-* ``templates``, ``launch_epilogues``: what joins a matmul, a user's kernel; ``scatters``, ``seeds``: those of ours.
+* ``casts``: a cast behind a matmul is left to its readers.
+* ``templates``, ``launch_epilogues``: what joins a matmul, a user's kernel; ``scatters``: those of ours.
 * ``waist``: what elementwise kernels keep for later ones is cut at its narrowest. ``recompute``: a value that another
   kernel reads is computed there again where that moves fewer bytes.
   ``store_once``: what an update stores to its input is not stored to a temporary as well.

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ..ir.loops import LoopNest
 from ..ir.program import Node, Program, Template
 from ..options import Options
@@ -173,7 +175,9 @@ class _Grouping:
             if writer is not None:
                 yield writer, True
         for name in (*node.reads(), *node.writes()):  # (overwriting an input: with the nodes that read it, if possible)
-            for r in depends.readers_before(name, position, _SIBLINGS):
+            b = self.context.program.buffers[name]
+            seed = (b.kind, b.numel, b.dtype) == ("temp", 1, torch.int64)  # numbers drawn from one have nothing in common
+            for r in () if seed else depends.readers_before(name, position, _SIBLINGS):
                 yield r, False
 
     def _refuse(self, producer: int, consumer: int, reason: Reason) -> None:

@@ -45,13 +45,13 @@ import torch
 from .. import logs
 from ..ir.expr import Expr, product
 from ..ir.loops import Load, LoopNest, Store
-from ..ir.program import Extern, Node, Program, View, full_view, iter_views, map_tree
+from ..ir.program import Extern, Node, Program, View, full_view, iter_views
 from ..ir.rename import renamed
 from ..ir.user_kernel import Launched
 from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies, inside, used_buffers
-from .places import LAUNCH, apart, moved, only_in_slice, plain, points, slice_points, within
+from .places import LAUNCH, apart, moved, only_in_slice, plain, points, rehomed, slice_points, within
 from .result import Fused, Reason, Refusal
 from .slice_stores import Stores
 from .slices import same_layout, whole_copy
@@ -432,22 +432,7 @@ class _Rewriting:
         used = {b for b in (*node.reads(), *node.writes()) if b in self.places}
         if used <= self.names.keys():
             return renamed([node], (), self.names)[0][0] if used else node
-        if isinstance(node, LoopNest):
-            body = tuple(self._moved(s) if isinstance(s, (Load, Store)) else s for s in node.body)
-            return replace(node, body=body)
-        assert isinstance(node, Extern)
-        args, kwargs = map_tree((node.args, node.kwargs), self._viewed)
-        mutates = tuple(self.places[b].buffer if b in self.places else b for b in node.mutates)
-        return replace(node, args=args, kwargs=kwargs, mutates=tuple(dict.fromkeys(mutates)))
-
-    def _moved(self, s: Any) -> Any:
-        buffer, index = self._at(s.buffer, s.index)
-        return replace(s, buffer=buffer, index=index)
-
-    def _viewed(self, v: Any) -> Any:
-        if not isinstance(v, View) or v.buffer not in self.places:
-            return v
-        return within(v, self.program.buffers[v.buffer], self.places[v.buffer])
+        return rehomed(node, self.places, self.program.buffers)
 
 
 # -- reporting ----------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from itertools import accumulate
 
 from ..ir.expr import Atom, Expr, IntLike, Var, expr, mod, nonneg
 from ..ir.loops import Axis, BodyBuilder, Const, Indirect, Load, LoopNest, Op, Store, map_stmt
-from ..ir.program import Extern, Node, Program, Template, View, iter_views, map_tree
+from ..ir.program import Extern, Node, Program, Template, View, iter_views
 from ..lower.context import contiguous_strides
 from ..lower.extern import OUT_VARIANTS
 from ..lower.out_variants import any_strides
@@ -39,7 +39,7 @@ from ..target import Target
 from .dependencies import dependencies, used_buffers
 from .in_place import may_alias
 from .mapping import fresh
-from .places import LAUNCH, moved, within
+from .places import LAUNCH, moved, rehomed, within
 from .result import Fused
 from .shared_parts import RUN, STORES, Parted, Shared, Sources, shared, sources
 from .slices import coordinates, region_of, whole_dimensions
@@ -67,7 +67,7 @@ def into_place(fused: Fused, options: Options, target: Target) -> Fused:
     if not work.changed:
         return fused
     changed = ((*work.first.get(i, ()), *work.changed.get(i, [old])) for i, old in enumerate(program.nodes))
-    nodes = tuple(work.reading(n) for found in changed for n in found)
+    nodes = tuple(rehomed(n, work.places, program.buffers) for found in changed for n in found)
     program = replace(program, nodes=nodes)
     return replace(fused, program=replace(program, buffers=used_buffers(program, nodes)))
 
@@ -301,24 +301,6 @@ class _Placing:
             return False
         used: list[Load | Store] = [*node.loads(), *node.stores()]
         return all(moved(s.index, buffer, there) is not None for s in used if s.buffer == b)
-
-    def reading(self, node: Node) -> Node:
-        """``node``, reading what is in other places there."""
-        if self.places.keys().isdisjoint((*node.reads(), *node.writes())):
-            return node
-        if isinstance(node, LoopNest):
-            return replace(node, body=tuple(self._moved(s) if isinstance(s, (Load, Store)) else s for s in node.body))
-        assert isinstance(node, Extern)
-        args, kwargs = map_tree((node.args, node.kwargs), lambda v: self._there(v) if isinstance(v, View) else v)
-        return replace(node, args=args, kwargs=kwargs)
-
-    def _moved(self, s: Load | Store) -> Load | Store:
-        if s.buffer not in self.places:
-            return s
-        place = self.places[s.buffer]
-        index = moved(s.index, self.program.buffers[s.buffer], place)
-        assert index is not None
-        return replace(s, buffer=place.buffer, index=index)
 
     def _calls(self, position: int, part: Part, parts: list[Part]) -> bool:
         made = self._maker(position, part, parts)

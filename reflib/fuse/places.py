@@ -1,10 +1,12 @@
 """Where the elements of a buffer are that lives in another one: a View of it, its place. (For ``updates``.)"""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..ir.expr import Atom, Expr, IntLike, Ref, Var, ceildiv, expr, nonneg
-from ..ir.program import Buffer, View
+from ..ir.loops import Load, LoopNest, Store
+from ..ir.program import Buffer, Extern, Node, View, map_tree
 from .mapping import fresh
 from .slices import Write, coordinates
 
@@ -45,6 +47,28 @@ def element(v: View, coords: Sequence[IntLike]) -> Expr:
     for c, stride in zip(coords, v.strides, strict=True):
         at = at + expr(c) * stride
     return at
+
+
+def rehomed(node: Node, places: Mapping[str, View], buffers: Mapping[str, Buffer]) -> Node:
+    """``node``, a loop nest or a call, using what lives at ``places`` there. Assumes that where that is is known."""
+    if places.keys().isdisjoint((*node.reads(), *node.writes())):
+        return node
+
+    def there(x: Any) -> Any:
+        if isinstance(x, View) and x.buffer in places:
+            return within(x, buffers[x.buffer], places[x.buffer])
+        if isinstance(x, (Load, Store)) and x.buffer in places:
+            index = moved(x.index, buffers[x.buffer], places[x.buffer])
+            assert index is not None
+            return replace(x, buffer=places[x.buffer].buffer, index=index)
+        return x
+
+    if isinstance(node, LoopNest):
+        return replace(node, body=tuple(map(there, node.body)))
+    assert isinstance(node, Extern)
+    args, kwargs = map_tree((node.args, node.kwargs), there)
+    mutates = (places[b].buffer if b in places else b for b in node.mutates)
+    return replace(node, args=args, kwargs=kwargs, mutates=tuple(dict.fromkeys(mutates)))
 
 
 def points(v: View) -> Expr:

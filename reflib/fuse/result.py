@@ -21,8 +21,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """``name``: the fused node's name. ``members``: names of the nodes it was made of (a cast that became a Template's
-    prologue is among them).
+    """``name``: the fused node's name. ``members``: names of the nodes it was made of.
     ``kind``: ``pointwise``, ``reduction``, ``template``, ``extern``, ``choice`` or ``variants``."""
 
     name: str

@@ -11,10 +11,18 @@ variance's pieces have a sum and an m2 each, which combine as ``m2 = sum m2_i + 
 LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979).
 The first step is an ordinary reduction: the producers of ``g``'s inputs fuse into it. Columns (a bias gradient: the sum
 over 32,768 rows of each of 4,096 columns) are cut as well where COLUMNS per program do not fill the machine.
+
+**Whole rows.** What is reduced over all of a tensor is reduced row by row first where that needs a statistic of its row
+(the mean over a batch of a divergence of two distributions): one more reduction in the kernel that makes these, where
+pieces would have other axes and read the row again. And so it is where other pieces would not be equal: with what makes
+and reads the same elements (the gradient of a tensor beside that of the number it is scaled by) rows are one kernel. ::
+
+    y = sum_{i, r} f(i, r)     becomes     of_rows[i] = sum_r f(i, r);  y = sum_i of_rows[i], which may be cut again
 """
 
 import itertools
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -58,7 +66,8 @@ MOST = 512  # pieces, for a second step that is short
 WAVES = 16  # programs per multiprocessor, some 6 at a time: so many that few of these idle while the last ones end
 RICH = 1 << 16  # elements of a piece beside which its start is short
 LONG = 1 << 18  # a row for which one program takes 10 us or more
-_KINDS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin", "m2")
+_PLAIN = ("sum", "prod", "max", "min", "any", "all")  # which a part's result is reduced by
+_KINDS = (*_PLAIN, "argmax", "argmin", "m2")
 
 
 def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
@@ -69,14 +78,74 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
     program, depends = fused.program, dependencies(fused.program)
     nodes: list[Node] = []
     buffers = dict(program.buffers)
+    enough = 2 * target.units if target.is_gpu else sys.maxsize  # a thread of a CPU takes many rows
     for position, node in enumerate(program.nodes):
-        if isinstance(node, LoopNest) and can_split(node) and not was_split(node):
-            pieces, least = _pieces(program, depends, position, node, options, target)
-            nodes += _split(node, pieces, buffers, least) if pieces > 1 else [node]
-        else:
+        if not isinstance(node, LoopNest) or not can_split(node) or was_split(node):
             nodes.append(node)
+            continue
+        pieces, least = _pieces(program, depends, position, node, options, target)
+        rows = _rows(program, depends, position, node) or (_long_rows(node, pieces, enough) if pieces > 1 else 0)
+        if product(a.size for a in node.axes[:rows]).hint() >= enough:
+            first, node = _by_rows(node, rows, buffers)
+            nodes.append(first)
+            pieces, least = pieces_wanted(node, buffers, target), 0
+        nodes += _split(node, pieces, buffers, least) if pieces > 1 else [node]
     return replace(fused, program=replace(program, nodes=tuple(nodes), buffers=buffers))
 
+
+# -- whole rows -------------------------------------------------------------------------------------
+def _sums_all(loops: LoopNest) -> bool:
+    plain = all(s.kind in _PLAIN for s in loops.body if isinstance(s, Reduce))
+    return len(loops.reduced) > 1 and not loops.parallel and plain
+
+
+def _rows(program: Program, depends: Dependencies, position: int, loops: LoopNest) -> int:
+    """How many of the first axes are rows of which a statistic is needed: all are reduced. 0: none."""
+    sizes = [a.size for a in loops.axes]
+    todo, seen = [position] if _sums_all(loops) else [], set[int]()
+    while todo:
+        at = todo.pop()
+        for name in program.nodes[at].reads():
+            writer = depends.last_writer(name, at)
+            maker = None if writer is None else program.nodes[writer]
+            if writer is None or writer in seen or not isinstance(maker, LoopNest):
+                continue
+            seen.add(writer)
+            own = [a.size for a in maker.axes]
+            if maker.reduced and own == sizes and maker.parallel and maker.axes[-1].kind == "r":
+                return len(maker.parallel)
+            if not maker.reduced and own in (sizes, sizes[: len(own)]):
+                todo.append(writer)
+    return 0
+
+
+def _long_rows(loops: LoopNest, pieces: int, enough: int) -> int:
+    """How many of the first axes are rows, ``enough`` and of LINE neighbours or more, if ``pieces`` are not equal."""
+    last = loops.axes[-1]
+    if not _sums_all(loops) or any(s.index.coefficient(last.var) not in (0, 1) for s in loops.loads()):
+        return 0
+    if _cut_rows(loops, pieces) or cut_axis(*with_axis(loops, pieces)[1:], alone=False).exact:
+        return 0
+    numbers = [product(a.size for a in loops.axes[:n]).hint() for n in range(len(loops.axes))]
+    rows = next((n for n, number in enumerate(numbers) if number >= enough), 0)
+    return rows if loops.rnumel.hint() >= LINE * numbers[rows] else 0
+
+
+def _by_rows(loops: LoopNest, rows: int, buffers: dict[str, Buffer]) -> tuple[LoopNest, LoopNest]:
+    axes = tuple(replace(a, kind="p") if i < rows else a for i, a in enumerate(loops.axes))
+    count = product(a.size for a in axes[:rows])
+    b, ids, of_rows = BodyBuilder(), dict[int, int](), dict[int, list[str]]()
+    for i in needed(loops.body, (i for i, s in enumerate(loops.body) if isinstance(s, Reduce))):
+        s = map_stmt(loops.body[i], ids)
+        ids[i] = b.add(s)
+        if isinstance(s, Reduce):
+            of_rows[i] = [new_part(loops, (count,), s.dtype, buffers, "of_rows")]
+            b.store(of_rows[i][0], row_major(axes[:rows]), ids[i])
+    made = LoopNest(f"{loops.name}_rows", axes, tuple(b.body), loops.origins)
+    return made, second_step(loops, count, of_rows, buffers)
+
+
+# -- pieces -----------------------------------------------------------------------------------------
 
 def _pieces(
     program: Program, depends: Dependencies, position: int, loops: LoopNest, options: Options, target: Target
@@ -100,10 +169,11 @@ def was_split(loops: LoopNest) -> bool:
     return any(re.fullmatch(r".*_part\d+", b) for b in (*loops.reads(), *loops.writes()))
 
 
-def made_for(program: Program, depends: Dependencies, position: int, points: Expr) -> tuple[set[int], set[str]]:
-    """The reduction at ``position`` and the elementwise nodes that make its operand alone; and the buffers of as many
-    elements (``points``) that these read and others make or read as well."""
-    chain, touched, todo = {position}, set[str](), [position]
+def _beside(program: Program, depends: Dependencies, position: int, loops: LoopNest) -> bool:
+    """Is what columns are summed of made or read by elementwise work as well, before the sum? In equal pieces both are
+    one kernel."""
+    points = loops.numel * loops.rnumel
+    chain, touched, todo = {position}, set[str](), [position]  # elementwise nodes that make its operand alone
     while todo:
         at = todo.pop()
         for name in program.nodes[at].reads():
@@ -115,14 +185,6 @@ def made_for(program: Program, depends: Dependencies, position: int, points: Exp
                 todo.append(writer)  # type: ignore[arg-type]
             elif program.buffers[name].numel.hint() == points.hint():
                 touched.add(name)
-    return chain, touched
-
-
-def _beside(program: Program, depends: Dependencies, position: int, loops: LoopNest) -> bool:
-    """Is what columns are summed of made or read by elementwise work as well, before the sum? In equal pieces both are
-    one kernel."""
-    points = loops.numel * loops.rnumel
-    chain, touched = made_for(program, depends, position, points)
     users = {at for b in touched for at in (*depends.readers.get(b, []), *depends.writers.get(b, []))}
     nodes = {at: program.nodes[at] for at in users - chain if position not in depends.before[at]}
     return any(isinstance(n, LoopNest) and not n.reduced and n.numel == points for n in nodes.values())
@@ -240,12 +302,11 @@ class Cut:
 
 
 def _split(loops: LoopNest, wanted: int, buffers: dict[str, Buffer], least: int = 0) -> list[Node]:
-    merged, axis, pieces = with_axis(loops, wanted)
-    rows = axis if merged is loops else max(loops.reduced, key=lambda a: _step(loops, a))
-    if (both := _cut_rows(loops, rows, wanted)) is not None:
+    if (both := _cut_rows(loops, wanted)) is not None:
         first, partials = first_step(*both, buffers)
+        (rows,) = set(loops.reduced) - set(both[0].reduced)
         return [first, second_step(loops, rows.size * both[1].s.size, partials, buffers)]
-    loops = merged
+    loops, axis, pieces = with_axis(loops, wanted)
     if reduces_columns(loops):
         pieces = equal_pieces(axis, pieces, *((min(0.75, least / pieces), FAR) if least else ()))
     cut = cut_axis(axis, pieces, alone=all(a is axis or a.size == 1 for a in loops.reduced))
@@ -253,10 +314,12 @@ def _split(loops: LoopNest, wanted: int, buffers: dict[str, Buffer], least: int 
     return [first, second_step(loops, cut.s.size, partials, buffers, cut)]
 
 
-def _cut_rows(loops: LoopNest, axis: Axis, wanted: int) -> tuple[LoopNest, Cut] | None:
-    """Where each step of ``axis`` can be a piece and these are too few: ``loops`` parallel in it, and a cut of its
+def _cut_rows(loops: LoopNest, wanted: int) -> tuple[LoopNest, Cut] | None:
+    """Where each step of an axis can be a piece and these are too few: ``loops`` parallel in it, and a cut of its
     longest other axis, along which memory is contiguous, in equal parts. (One program for each of 283 rows gives
     some of 132 multiprocessors three where the mean is 2.1, as if a third of them were idle; four parts: 9, 8.6.)"""
+    merged, axis, _ = with_axis(loops, wanted)
+    axis = axis if merged is loops else max(loops.reduced, key=lambda a: _step(loops, a))
     inner = max((a for a in loops.reduced if a is not axis), key=lambda a: a.size.hint(), default=axis)
     size, each = inner.size.constant, -(-wanted // max(1, axis.size.hint()))
     last = [a for a in loops.axes if a is axis or a.kind == "p" and a.size != 1][-1]  # else pieces are not neighbours

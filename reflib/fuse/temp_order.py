@@ -14,11 +14,12 @@ kernel, which holds whole rows, and cut it would be two.
 from dataclasses import replace
 
 from ..ir.expr import Expr, Var, expr
-from ..ir.loops import Load, LoopNest, Stmt, Store
-from ..ir.program import Buffer, Node, Program
+from ..ir.loops import Load, LoopNest, Store
+from ..ir.program import Node, Program, View
 from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies
+from .places import rehomed
 from .result import Fused
 from .slices import coordinates, whole_dimensions
 
@@ -28,22 +29,20 @@ def temp_order(fused: Fused, options: Options, target: Target) -> Fused:
     program = fused.program
     if not target.is_gpu:
         return fused
-    d, new = dependencies(program), dict[str, Buffer]()
+    d, places = dependencies(program), dict[str, View]()
     nodes = list(program.nodes)
     for position, node in enumerate(nodes):
         if isinstance(node, LoopNest):
-            nodes[position] = node = _reading(node, program, new)
-            found = _ordered(program, d, position, node)
-            if found is not None:
-                new[found.name] = found
-                nodes[position] = _reading(node, program, {found.name: found})
-    if not new:
-        return fused
-    return replace(fused, program=replace(program, nodes=tuple(nodes), buffers={**program.buffers, **new}))
+            nodes[position] = node = rehomed(node, places, program.buffers)
+            if isinstance(node, LoopNest) and (place := _ordered(program, d, position, node)) is not None:
+                places[place.buffer] = place
+                nodes[position] = rehomed(node, {place.buffer: place}, program.buffers)
+    buffers = program.buffers | {b: replace(program.buffers[b], strides=v.strides) for b, v in places.items()}
+    return replace(fused, program=replace(program, nodes=tuple(nodes), buffers=buffers)) if places else fused
 
 
-def _ordered(program: Program, d: Dependencies, position: int, node: LoopNest) -> Buffer | None:
-    """What ``node`` computes, in another order; None if it has the right one, or must keep its own."""
+def _ordered(program: Program, d: Dependencies, position: int, node: LoopNest) -> View | None:
+    """Where what ``node`` computes is, in another order; None if it has the right one, or must keep its own."""
     stores = node.stores()
     if node.reduced or len(stores) != 1 or stores[0].reduce:
         return None
@@ -66,7 +65,7 @@ def _ordered(program: Program, d: Dependencies, position: int, node: LoopNest) -
     strides, step = [expr(1)] * len(dims), expr(1)
     for n in sorted(range(len(dims)), key=lambda n: (order.get(dims[n], -1), -n)):  # type: ignore[arg-type]
         strides[n], step = step, step * b.shape[n]
-    return replace(b, strides=tuple(strides))
+    return View(name, b.shape, tuple(strides), expr(0), b.dtype)
 
 
 def _order(program: Program, node: LoopNest, store: Store) -> dict[Var, int] | None:
@@ -91,18 +90,3 @@ def _inner(index: Expr, axes: list[Var]) -> Var | None:
     if not index.variables() >= set(axes):
         return None
     return next((v for v in axes if index.coefficient(v) == 1), None)
-
-
-def _reading(node: LoopNest, program: Program, new: dict[str, Buffer]) -> LoopNest:
-    """``node`` with what it reads and stores where that is now."""
-    if new.keys().isdisjoint((*node.reads(), *node.writes())):
-        return node
-    return replace(node, body=tuple(_moved(s, program, new) for s in node.body))
-
-
-def _moved(s: Stmt, program: Program, new: dict[str, Buffer]) -> Stmt:
-    if not isinstance(s, (Load, Store)) or s.buffer not in new:
-        return s
-    at = coordinates(s.index, program.buffers[s.buffer])
-    assert at is not None
-    return replace(s, index=sum((c * stride for c, stride in zip(at, new[s.buffer].strides)), expr(0)))

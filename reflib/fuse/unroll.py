@@ -29,7 +29,6 @@ have rows of their own take 156.
 NB: TorchInductor writes out each reduction of fewer than 8 elements while lowering.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from math import inf
@@ -178,51 +177,39 @@ def _steps(index: Expr, a: Axis) -> list[int] | None:
 
 
 def across(fused: Fused, options: Options, target: Target) -> Fused:
-    """The same kernels, those that reduce few strided elements written out. Under the same conditions as ``unroll``."""
-    if not target.is_gpu or options.batch_invariant:
+    """The same kernels, on a GPU, written out along few elements that lanes should not go along: reductions of strided
+    or shared ones, unless ``batch_invariant``; elementwise ones whose elements are made in different ways."""
+    if not target.is_gpu:
         return fused
     buffers = fused.program.buffers
 
     def new(n: Node) -> Node:
-        if not isinstance(n, LoopNest) or not _few(n) or any(s.reduce for s in n.stores()):
+        if not isinstance(n, LoopNest) or any(s.reduce for s in n.stores()):
             return n
-        if not _strided(n, buffers) and not _shared(n, buffers):
-            return n
-        written_out = unrolled(n)
-        return written_out if len(written_out.body) <= MAX_BODY else n
+        if not options.batch_invariant and _few(n) and (_strided(n, buffers) or _shared(n, buffers)):
+            written_out = unrolled(n)
+            n = written_out if len(written_out.body) <= MAX_BODY else n
+        return n if n.reduced else _by_part(n, target)
 
-    return _with_nodes(fused, new)
-
-
-def _with_nodes(fused: Fused, new: Callable[[Node], Node]) -> Fused:
     nodes = tuple(map(new, fused.program.nodes))
     changed = {n.name: n for n, old in zip(nodes, fused.program.nodes) if n is not old}
     groups = tuple(replace(g, kind=kind_of(changed[g.name])) if g.name in changed else g for g in fused.groups)
     return replace(fused, groups=groups, program=replace(fused.program, nodes=nodes))
 
 
-def by_part(fused: Fused, options: Options, target: Target) -> Fused:
-    """The same kernels, elementwise ones over a short axis written out along it where that takes LESS of the
-    arithmetic: its elements are parts made in different ways (a ``stack`` of three colours), of which each is computed
-    for all, and lanes do not go along it. With enough points left for all threads."""
-    if not target.is_gpu:
-        return fused
-
-    def new(n: Node) -> Node:
-        if not isinstance(n, LoopNest) or n.reduced or any(s.reduce for s in n.stores()):
-            return n
-        for a in n.axes:
-            size, moved = a.size.constant or 0, [s for s in n.body if isinstance(s, (Load, Store))]
-            if not 1 < size <= LONGEST or n.numel.hint() < size * FILLED * target.units:
-                continue
-            if any(s.index.coefficient(a.var) in (None, -1, 1) for s in moved):
-                continue
-            out = unrolled(replace(n, axes=tuple(Axis(b.var, "r" if b is a else "p") for b in n.axes)))
-            if work_of(out) <= LESS * size * work_of(n) and len(out.body) <= MAX_BODY:
+def _by_part(loops: LoopNest, target: Target) -> LoopNest:
+    """``loops``, elementwise over a short axis, written out along it where that takes LESS of the arithmetic: its
+    elements are parts made in different ways (a ``stack`` of three colours), of which each is computed for all, and
+    lanes do not go along it. With enough points left for all threads."""
+    for a in loops.axes:
+        size, moved = a.size.constant or 0, [s for s in loops.body if isinstance(s, (Load, Store))]
+        if not 1 < size <= LONGEST or loops.numel.hint() < size * FILLED * target.units:
+            continue
+        if not any(s.index.coefficient(a.var) in (None, -1, 1) for s in moved):
+            out = _along(loops, a)
+            if work_of(out) <= LESS * size * work_of(loops) and len(out.body) <= MAX_BODY:
                 return out
-        return n
-
-    return _with_nodes(fused, new)
+    return loops
 
 
 def _strided(loops: LoopNest, buffers: dict[str, Buffer]) -> bool:

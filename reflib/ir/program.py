@@ -189,7 +189,7 @@ class Template:
     ``epilogue``: a LoopNest over the parallel axes ([b,] m, n), without b where B is the constant 1; its ``acc``
     statement is the product, of dtype ``acc_dtype``. It contains every store of the kernel.
     ``dtype``: of the operands as multiplied. ``precision``: ``ieee``, ``tf32`` (float32), ``fast`` (float8).
-    ``tiling``: None until chosen. ``closed``: ``fuse`` adds neither epilogue nor prologue.
+    ``tiling``: None until chosen. ``closed``: ``fuse`` adds no epilogue.
     ``prologues``: each, over an operand's [b,] rows, columns, computes it as it is read: its buffer is not in memory.
     """
 

@@ -13,7 +13,6 @@ from test_fuse_random import FAST, binary, interpretation, row, step, unary, vie
 from reflib.fuse import fuse
 from reflib.ir.expr import expr
 from reflib.ir.loops import BodyBuilder, LoopNest
-from reflib.ir.program import Template
 from reflib.options import Options
 
 R = torch.randn
@@ -191,89 +190,6 @@ def test_any_size(name):
 
 
 # -- casts ------------------------------------------------------------------------------------------
-def test_a_cast_is_a_prologue():
-    f = products(lambda x, w: ((x.bfloat16() @ w.bfloat16()).relu(),), [X, W])
-    (t,) = templates(f)
-    assert len(f.groups) == 1 and len(f.groups[0].members) == 4
-    assert (t.a.dtype, t.b.dtype, t.dtype) == (torch.float32, torch.float32, torch.bfloat16)
-    assert set(t.operands()) == set(f.program.inputs)
-
-
-def test_a_cast_that_is_read_often_is_not():
-    def fn(x, w):
-        return (x.bfloat16() @ w.bfloat16(),)
-
-    f = products(fn, [R(2, 6), R(6, 700)])  # 6 tiles along n read x, one along m reads w
-    (t,) = templates(f)
-    assert (t.a.dtype, t.b.dtype) == (torch.bfloat16, torch.float32) and len(kernels(f)) == 1
-    f = products(fn, [R(2, 6).half(), R(6, 700).half()])  # no wider: always
-    assert len(f.groups) == 1
-
-
-def test_a_cast_that_others_need_is_not():
-    f = products(lambda x, w: (y := x.bfloat16(), y @ w.bfloat16()), [X, W])
-    assert [t.a.dtype for t in templates(f)] == [torch.bfloat16] and len(kernels(f)) == 1
-    f = products(lambda x, w: (y := x.float(), y @ w), [X.bfloat16(), W])  # narrower: it costs nothing
-    assert [t.a.dtype for t in templates(f)] == [torch.bfloat16] and len(kernels(f)) == 1
-    f = products(lambda x, w: (torch.addmm(y := x.float(), y, w),), [R(6, 6).half(), R(6, 6)])  # its epilogue
-    assert [t.a.dtype for t in templates(f)] == [torch.float32]
-
-
-def test_a_cast_that_is_free_where_it_is_stays():
-    """It is done by the kernel that makes its source, which would have to store twice as much."""
-    f = products(lambda x, w: ((x * 2).half() @ w,), [X, W.half()])
-    assert [t.a.dtype for t in templates(f)] == [torch.float16] and len(kernels(f)) == 1
-    f = products(lambda x, w: (y := (x * 2).half().float(), y @ w), [X, W])
-    assert [t.a.dtype for t in templates(f)] == [torch.float32] and len(kernels(f)) == 1
-
-
-def test_two_products_share_a_prologue():
-    def fn(x, w, v):
-        y = x.half()
-        return y @ w, y @ v
-
-    f = products(fn, [X, W.half(), W.half()])
-    assert [t.a.dtype for t in templates(f)] == [torch.float32] * 2 and not kernels(f)
-    assert sorted(len(g.members) for g in f.groups) == [1, 2]  # the cast is counted once
-    f = products(fn, [X, W.half(), R(6, 500).half()])  # 1 + 4 tiles in a row read it: too often
-    assert [t.a.dtype for t in templates(f)] == [torch.float16] * 2 and len(kernels(f)) == 1
-
-
-def test_more_than_a_cast_is_not_a_prologue():
-    for fn in (lambda x, w: (x.int().half() @ w,), lambda x, w: (torch.cat([x.half(), x.half()], 0) @ w,)):
-        f = products(fn, [X, W.half()])
-        assert [t.a.dtype for t in templates(f)] == [torch.float16] and len(kernels(f)) == 1
-    f = products(lambda x, w: (x.half().bfloat16() @ w,), [X, W.bfloat16()])  # rounds twice: the product does once
-    assert [t.a.dtype for t in templates(f)] == [torch.float16] and len(kernels(f)) == 1
-
-
-def test_integer_weights():
-    f = products(lambda x, w: (x @ w.half(),), [X.half(), torch.randint(-9, 9, (6, 8), dtype=torch.int8)])
-    assert [t.b.dtype for t in templates(f)] == [torch.int8] and not kernels(f)
-
-
-def test_a_source_that_is_overwritten():
-    def fn(x, w):
-        y = x.half() @ w
-        x.copy_(x + 1)
-        return (y,)
-
-    args = [X, W.half()]
-    program = templated(lowered(fn, args))
-    late = tuple(sorted(program.nodes, key=lambda n: isinstance(n, Template)))  # a legal order as well
-    f = fuse(replace(program, nodes=late), Options(), GPU)
-    check_same(program, f, fn, args)
-    assert [t.a.dtype for t in templates(f)] == [torch.float16]
-
-    def after(x, w):
-        y = x.half() @ w
-        x.copy_(y.float())
-        return (y + 1,)
-
-    f = products(after, [R(6, 6), R(6, 6).half()])
-    assert [t.a.dtype for t in templates(f)] == [torch.float32] and "template" in refused(f)
-
-
 def test_a_widened_product_is_read_as_it_was():
     """The norm reads bfloat16; nothing is stored in float32."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fuse_cases import fused, kernels
 
-from reflib.fuse import split_rows
+from reflib.fuse import split
 from reflib.ir.loops import LoopNest
 
 SIZES = random.Random(5)
@@ -51,9 +51,9 @@ def large(f: Any) -> int:
 @pytest.mark.parametrize("fn", CASES)
 def test_less_is_read(fn: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     args = tensors()
-    apart = fused(fn, args)
-    monkeypatch.setattr(split_rows, "SHARED", 0)
     together = fused(fn, args)
+    monkeypatch.setattr(split, "_long_rows", lambda *how: 0)
+    apart = fused(fn, args)
     assert large(together) < large(apart)
     assert len(kernels(together)) <= len(kernels(apart)) + 1
 
@@ -82,14 +82,9 @@ def test_sums_over_pairs_are_not_cut(seed: int) -> None:
     assert len([n for n in kernels(fused(overlaps, (a, b))) if n.reduced]) == 1
 
 
-def test_not_what_waits_for_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor where a row's sums would be as large as the row, nor where pieces of equal size are found."""
-    monkeypatch.setattr(split_rows, "SHARED", 0)
-    x, y, _ = tensors()
-    for fn, args in (
-        (lambda x: ((x - x.mean()) / x.std(),), [x]),
-        (lambda x, y: (x * y, (x + y).sum()), [x.reshape(-1, 3)[:10_001], y.reshape(-1, 3)[:10_001]]),
-        (lambda x, y: (x * y, (x + y).sum()), [torch.ones(512, 64), torch.ones(512, 64)]),
-    ):
-        program = fused(fn, args).program
+def test_pieces_that_are_equal_are_taken_before_rows() -> None:
+    """Nor are they rows where a row's sums would be as large as the row."""
+    narrow = [t.reshape(-1, 3)[:10_001] for t in tensors()[:2]]
+    for x, y in (narrow, [torch.ones(512, 64), torch.ones(512, 64)]):
+        program = fused(lambda x, y: (x * y, (x + y).sum()), [x, y]).program
         assert not any("of_rows" in b for n in program.nodes if isinstance(n, LoopNest) for b in n.writes())
