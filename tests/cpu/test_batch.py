@@ -175,7 +175,7 @@ def test_two_workers_are_kept_busy(tmp_path: Path, stand: Stand) -> None:
     root = checkout(tmp_path, a="")
     sweep = tmp_path / "s.yaml"
     sweep.write_text(f"size: {list(range(1, 13))}\n")
-    stand.seconds = 1.0
+    stand.seconds = 0.4
     assert run(root, tmp_path / "out", sweep_file=sweep, workers=2)[0] == 0
     ran = [(begin, end) for *_, begin, end in stand.calls]
     whole = max(end for _, end in ran) - min(begin for begin, _ in ran)

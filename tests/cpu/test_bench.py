@@ -4,7 +4,6 @@ import contextlib
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from reflib import lab
 from reflib.lab.ranking import ALL_CASES
 from reflib.lab.timing import Samples
-from tests.bench import children, matmul, matmul_cases, matmul_report, matmul_worker, products, quiet
+from tests.bench import children, matmul, matmul_cases, matmul_worker, products, quiet
 from tests.bench.contenders import EAGER, PEER_MAX, TUNED, US
 from tests.processes import running, soon
 
@@ -110,24 +109,6 @@ def test_a_disturbed_case_is_timed_again_then_labelled(
     assert list(found) == ["a"] and (about["attempts"], about["disturbed"]) == (attempts, disturbed)
 
 
-def test_a_real_reference_reads_about_one() -> None:
-    reference = quiet.Reference(torch.device("cpu"))
-    assert reference.read() >= 1.0 and reference.idle > 0
-
-
-def test_without_peers_only_eager_and_ours_are_timed() -> None:
-    class Case:
-        name = "x"
-
-    def asked(peers: bool, seconds: float) -> list[str]:
-        job = {"peers": peers, "peers_until": time.time() + seconds}
-        return matmul_worker.people(Case, job)  # type: ignore[arg-type]
-
-    assert asked(False, 60) == [EAGER, TUNED]
-    assert asked(True, -1) == [EAGER, US, TUNED]
-    assert asked(True, 60) == [EAGER, PEER_MAX, US, TUNED]
-
-
 def test_runs_divide_the_cases_and_go_on(tmp_path: Path) -> None:
     """What a journal has finished beside the peer is not run again; a contender that killed the process is left out."""
     lines = [
@@ -146,25 +127,6 @@ def test_runs_divide_the_cases_and_go_on(tmp_path: Path) -> None:
     assert job == {"first": ["b"], "skip": [["b", PEER_MAX]]} and matmul.died(ended)["who"] == PEER_MAX
     ended.at["who"] = "timing"
     assert matmul.after(job, ended)["first"] == [] and matmul.died(ended)["who"] == TUNED
-
-
-def test_any_first_part_of_the_cases_has_as_much_of_every_set() -> None:
-    found = matmul_cases.cases("cuda")
-    half = matmul_cases.mixed(found.values())[: sum(map(len, found.values())) // 2]
-    for name, cases in found.items():
-        mine = [n for n in half if n.split()[0] == name]
-        assert mine == [c.name for c in cases][: len(mine)] and abs(len(mine) - len(cases) / 2) <= 1
-
-
-def test_the_report_marks_what_was_disturbed() -> None:
-    fact = {"kind": "row", "set": "splitk", "case": "splitk 16x4096x16 fp16", "spread": 0.01}
-    state = {"reference": [1.0, 2.5, 1.0], "disturbed": True, "attempts": 3}
-    rows = [{**fact, **state, "who": EAGER, "us": 10.0}, {**fact, **state, "who": TUNED, "us": 5.0}]
-    text, promises = matmul_report.of_set("splitk", rows, 1, "cuda", rivals=False)
-    assert "1.0%!" in text and "disturbed; reference before, among, after: 1.00, 2.50, 1.00" in text
-    assert not any(PEER_MAX in str(p) for p in promises) and len(promises) == 2
-    text, promises = matmul_report.of_set("splitk", rows, 1, "cuda")
-    assert len(promises) == 3
 
 
 ABOUT = {"kind": "about", "device": "NVIDIA H200 (sm_90, 132 units)", "versions": {"torch": "2"}, "where": "cuda"}
@@ -232,20 +194,6 @@ def test_nothing_is_left_out_for_what_it_says(tmp_path: Path, monkeypatch: pytes
     assert [line.ratio("reflib, tuned", ["eager", peer.case]) for line in board.lines] == [0.9]
 
 
-def test_all_of_a_case_comes_from_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(us: float, *others: str) -> list[dict[str, object]]:
-        return [timed(who, us, **QUIET) for who in (EAGER, TUNED, *others)]
-
-    rows = recorded(tmp_path, monkeypatch, run(1.0, PEER_MAX), run(2.0, PEER_MAX), run(3.0)).where(metric="time")
-    assert [r.value for r in rows] == [2.0, 2.0, 2.0] and {r.commit for r in rows} == {"c1"}
-
-
-def test_a_recording_is_of_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = [{**ABOUT, "device": "NVIDIA B200 (sm_100)", "commit": "x", "date": ""}, timed(EAGER, 1.0)]
-    with pytest.raises(SystemExit, match="one device, not of 2"):
-        recorded(tmp_path, monkeypatch, [timed(EAGER, 1.0, "long 512x512x512 fp16"), *other])
-
-
 # -- weight-only, scaled and grouped products, on a CPU ---------------------------------------------
 @pytest.mark.parametrize("section", ["int8", "int4", "fp8", "grouped"])
 def test_cases_agree_with_their_reference(section: str) -> None:
@@ -268,9 +216,3 @@ def test_a_run_ends_and_is_continued(tmp_path: Path) -> None:
         (c.name, w) for c, w in ((found[0], "eager"), (found[0], "reflib"), (found[1], "eager"), (found[1], "reflib"))
     ]
     assert all(r["us"] > 0 and not r["note"] and r["error"] < 2e-2 for r in rows)
-
-
-def test_all_sections_come_early() -> None:
-    assert {c.section for c in products.cases()[:4]} == {"int8", "int4", "fp8", "grouped"}
-    names = [(c.section, c.name) for c in products.cases()]
-    assert len(names) == len(set(names)) and torch.float8_e4m3fn == products.FP8

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import yaml
 from docutils import nodes
 
 import reflib
@@ -70,12 +69,6 @@ def test_it_builds_in_time(built: tuple[Path, float]) -> None:
 
 def test_every_check_passes(pages: Path) -> None:
     assert book_checks.problems(pages) == []
-
-
-def test_local_scripts_are_where_pages_look(pages: Path) -> None:
-    assert (pages / "vendor" / "mathjax" / "tex-svg.js").exists()
-    assert (pages / "vendor" / "reflib.css").exists()
-    assert "../vendor/reflib.css" in text_of(pages, "book/index")
 
 
 def test_scripts_are_loaded_only_where_they_are_used(pages: Path) -> None:
@@ -418,11 +411,6 @@ def test_heavy_pages_are_found(tmp_path: Path) -> None:
     (tmp_path / "book" / "b.html").write_text('<img src="a.png" alt="a">')
     found = book_checks.heavy_pages(tmp_path)
     assert len(found) == 1 and found[0].startswith("book/index.html: 1,000,0")
-
-
-def test_the_toc_is_what_the_parts_are_read_from() -> None:
-    toc = yaml.safe_load((ROOT / "book" / "_toc.yml").read_text())
-    assert [p.get("caption", "") for p in toc["parts"]].count("") == len(data.parts(ROOT)) == 6
 
 
 # -- claims are boxes -----------------------------------------------------------------------------------

