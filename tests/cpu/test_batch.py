@@ -171,18 +171,6 @@ def test_a_failed_job_is_tried_again(tmp_path: Path, stand: Stand) -> None:
     assert "attempt 2" in said and "attempt 2: it was told to" in (tmp_path / "out" / "summary.html").read_text()
 
 
-def test_two_workers_are_kept_busy(tmp_path: Path, stand: Stand) -> None:
-    root = checkout(tmp_path, a="")
-    sweep = tmp_path / "s.yaml"
-    sweep.write_text(f"size: {list(range(1, 13))}\n")
-    stand.seconds = 0.4
-    assert run(root, tmp_path / "out", sweep_file=sweep, workers=2)[0] == 0
-    ran = [(begin, end) for *_, begin, end in stand.calls]
-    whole = max(end for _, end in ran) - min(begin for begin, _ in ran)
-    assert sum(end - begin for begin, end in ran) > 0.85 * 2 * whole
-    assert "executed 2 at the same time, which disturbs timings" in (tmp_path / "out" / "summary.html").read_text()
-
-
 def test_on_a_cpu_one_runs_at_a_time(tmp_path: Path, stand: Stand) -> None:
     root = checkout(tmp_path, a="", b="", c="")
     assert run(root, tmp_path / "out")[0] == 0
@@ -273,21 +261,6 @@ def test_a_full_disk_where_results_go(tmp_path: Path, stand: Stand, monkeypatch:
     status, said = run(root, tmp_path / "out", only=["a"])
     assert status == 1 and said.count("no space is left on the disk of") == 1
     assert "free some" in results(tmp_path / "out")["a"]["error"] and not list((tmp_path / "out" / "jobs").iterdir())
-
-
-def test_a_full_disk_where_a_job_runs(tmp_path: Path, stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = checkout(tmp_path, a="", b="")
-
-    def full_for_a(path: Path, *more: Any, **how: Any) -> Any:
-        if path.stem == "a":
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        return stand(path, *more, **how)
-
-    monkeypatch.setattr(executing, "execute", full_for_a)
-    status, _ = run(root, tmp_path / "out")
-    found = results(tmp_path / "out")
-    assert status == 1 and found["b"]["status"] == "ok"
-    assert "no space is left on the disk of" in found["a"]["error"] and "TMPDIR" in found["a"]["error"]
 
 
 def test_one_process_executes_a_run(tmp_path: Path, stand: Stand) -> None:

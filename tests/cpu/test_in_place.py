@@ -1,6 +1,6 @@
 """What is updated in place beyond one row of a cache: parts, calls, several forms in a row; what is refused, and why.
 
-Random programs of updates are compared with eager by the interpreter, after fusion."""
+(Random programs of updates: test_fuzz.py.)"""
 
 import random
 from collections.abc import Callable
@@ -12,7 +12,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import reflib
 from reflib.capture.graph import Graph
-from reflib.ir.interpret import interpret
 from reflib.ir.program import Extern, walk
 from reflib.options import Options
 from reflib.pipeline import run
@@ -171,68 +170,6 @@ def test_refused(fn: Callable[..., Any], why: str) -> None:
     torch.testing.assert_close(got[0] if want is not None else None, want)
     assert any(part in u.why for u in s.fused.updates for part in why.split("|"))
     assert any(u.copied for u in s.fused.updates)
-
-
-# -- random programs ----------------------------------------------------------------------------------------
-def program(rng: random.Random) -> Callable[..., Any]:
-    """Updates of two inputs and a temporary, of parts of them, from each other, with reads in between."""
-    steps = [(rng.randrange(13), rng.randrange(3), rng.randrange(3), rng.randrange(4), rng.random()) for _ in range(7)]
-
-    def fn(x: Any, y: Any, i: Any) -> Any:
-        tensors = [x, y, x * 2]
-        results = []
-        for kind, a, b, n, odds in steps:
-            t, u = tensors[a], tensors[b]
-            part = t[n % 3] if odds < 0.5 else t
-            row = u[0].clone() if odds < 0.7 else u[1] * 1.5
-            if kind == 0:
-                part[n % 3] = row[0] if part.dim() == 2 else row
-            elif kind == 1:
-                part.index_copy_(part.dim() - 2, i, part.new_full((), n).expand_as(part[..., : len(i), :]))
-            elif kind == 2:
-                part[..., 1:3, :] = part[..., :2, :].clone() + row[1:3]
-            elif kind == 3:
-                part[..., n : n + 2] = row[:, :2]
-            elif kind == 4:
-                part.index_add_(part.dim() - 2, i, part[..., : len(i), :] * 2)
-            elif kind == 5:
-                part.mul_(1.25)
-            elif kind == 6:
-                t[:, i, n] = row[: len(i), 0]
-            elif kind == 7:
-                results.append(part.sum(-1))
-            elif kind == 8:
-                results.append(t[n % 3, ::2].clone())
-            elif kind == 9:
-                t[n % 3] = u[(n + 1) % 3]
-            elif kind == 10:
-                part.masked_fill_(part > 0.5, float(n))
-            elif kind == 11:
-                tensors[2] = t.transpose(1, 2).contiguous().transpose(1, 2)
-            else:
-                t.transpose(0, 1)[n, 1:] = row[n]
-        return [*results, tensors[2]]
-
-    return fn
-
-
-def check_random(seed: int) -> int:
-    """How many updates were made in place."""
-    fn = program(random.Random(seed))
-    g = torch.Generator().manual_seed(seed)
-    args = [torch.randn(3, 5, 6, generator=g), torch.randn(3, 5, 6, generator=g), torch.tensor([3, 0])]
-    traced = make_fx(torch.func.functionalize(fn, remove="mutations_and_views"), tracing_mode="fake")
-    module = traced(*(a.clone() for a in args))
-    s = run(Graph(module, "inference", frozenset()), Options(verify=True), until="fuse")
-    ours, theirs = [a.clone() for a in args], [a.clone() for a in args]
-    got, want = interpret(s.fused.program, ours), module(*theirs)
-    torch.testing.assert_close(list(got), list(want), msg=f"seed {seed}")
-    torch.testing.assert_close(ours, theirs, msg=f"seed {seed}")
-    return sum(not u.why for u in s.fused.updates)
-
-
-def test_random_programs() -> None:
-    assert sum(map(check_random, range(8))) > 8
 
 
 def test_slices_that_overlap_earlier_ones() -> None:

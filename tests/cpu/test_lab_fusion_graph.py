@@ -1,6 +1,5 @@
 """The fusion graph as a figure: what it holds, and that its words say why not."""
 
-
 import pytest
 import torch
 
