@@ -261,28 +261,46 @@ def test_what_nothing_reads_is_combined_at_the_end():
     assert fused(early, (R(6, 6), R(6, 6))).combined == ()
 
 
-def test_one_launch_hands_over_what_a_cache_holds(monkeypatch):
-    """Gradients of embeddings, summed in float32 and rounded: some at a time from the first launch to the last."""
-    rows, columns, tables = 50, 6, 7
+ROWS, COLUMNS = 50, 6
+TABLE = ROWS * COLUMNS * 4  # bytes of one table's gradient
+
+
+def embeddings(tables):
+    """A program of the gradients of so many embeddings, summed in float32 and rounded: three kernels each."""
     backward = torch.ops.aten.embedding_dense_backward.default
 
     def fn(i, *grads):
-        return tuple(backward(g, i[t], rows, -1, False) for t, g in enumerate(grads))
+        return tuple(backward(g, i[t], ROWS, -1, False) for t, g in enumerate(grads))
 
-    args = (torch.randint(0, rows, (tables, 9)), *(R(9, columns).bfloat16() for _ in range(tables)))
-    program = lowered(fn, args, options=Options(target="sm_90"))
-    assert [len(c) for c in fuse(program, Options(), GPU).combined] == [tables] * 3
-    monkeypatch.setattr("reflib.fuse.combine.MAX_BYTES", 3 * rows * columns * 4)
-    f = fuse(program, Options(), GPU)
-    assert [len(c) for c in f.combined] == [3] * 6
+    args = (torch.randint(0, ROWS, (tables, 9)), *(R(9, COLUMNS).bfloat16() for _ in range(tables)))
+    return lowered(fn, args, options=Options(target="sm_90"))
+
+
+def test_one_launch_hands_over_what_a_cache_holds(monkeypatch):
+    """Some at a time from the first launch to the last; the last are smaller, beside all that the others have left."""
+
+    def sets(program, **limits):
+        for name, tables in limits.items():
+            monkeypatch.setattr(f"reflib.fuse.combine.{name}", tables * TABLE)
+        return fuse(program, Options(), GPU)
+
+    def sizes(f):
+        return [len(c) for c in f.combined]
+
+    program = embeddings(7)
+    assert sizes(sets(program)) == [7] * 3
+    f = sets(program, MAX_BYTES=3)
+    assert sizes(f) == [3] * 6
     sums, most = set[str](), 0
     for n in f.program.nodes:
         made = {b for b in n.writes() if f.program.buffers[b].dtype == torch.float32}
         sums = (sums | made) if made else sums - set(n.reads())
         most = max(most, len(sums))
     assert most == 3
-    monkeypatch.setattr("reflib.fuse.combine.MAX_BYTES", 5 * rows * columns * 4)  # equal shares, not 5 and 2
-    assert sorted(len(c) for c in fuse(program, Options(), GPU).combined) == [3] * 3 + [4] * 3
+    assert sorted(sizes(sets(program, MAX_BYTES=5))) == [3] * 3 + [4] * 3  # equal shares, not 5 and 2
+    parts = sizes(sets(embeddings(12), MAX_BYTES=6, LAST_BYTES=2))
+    assert sum(parts) == 3 * 12 and parts[-1] == 2 and max(parts) <= 6
+    assert sorted(parts, reverse=True)[:3] == [max(parts)] * 3
 
 
 def test_what_is_made_early_is_not_kept_for_one_launch():
@@ -296,24 +314,6 @@ def test_what_is_made_early_is_not_kept_for_one_launch():
     for n, sets in ((64, [4]), (640, [2, 2, 2])):  # (with the sum before the product)
         program = lowered(fn, [R(n, n) for _ in range(5)], options=Options(target="sm_90"))
         assert [len(c) for c in fuse(program, Options(), GPU).combined] == sets
-
-
-def test_the_last_launches_are_smaller(monkeypatch):
-    """They are beside all that the others have left."""
-    rows, columns, tables = 50, 6, 12
-    size = rows * columns * 4
-    backward = torch.ops.aten.embedding_dense_backward.default
-
-    def fn(i, *grads):
-        return tuple(backward(g, i[t], rows, -1, False) for t, g in enumerate(grads))
-
-    args = (torch.randint(0, rows, (tables, 9)), *(R(9, columns).bfloat16() for _ in range(tables)))
-    monkeypatch.setattr("reflib.fuse.combine.MAX_BYTES", 6 * size)
-    monkeypatch.setattr("reflib.fuse.combine.LAST_BYTES", 2 * size)
-    sets = fuse(lowered(fn, args, options=Options(target="sm_90")), Options(), GPU).combined
-    parts = [len(c) for c in sets]
-    assert sum(parts) == 3 * tables and parts[-1] == 2 and max(parts) <= 6
-    assert sorted(parts, reverse=True)[:3] == [max(parts)] * 3
 
 
 def test_a_path_may_lead_through_a_group_that_begins_before_both():
