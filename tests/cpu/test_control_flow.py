@@ -186,15 +186,6 @@ def test_branches_are_fused_and_carried_tensors_stay_where_they_are() -> None:
     assert [u.why for u in e.updates] == [""]
 
 
-def test_choices_in_branches_go_by_the_static_rule() -> None:
-    """A product with its epilogue is one kernel there too; a registered op is a call, as everywhere without tuning."""
-    x = torch.randn(64, 64, dtype=torch.float16)
-    f = lambda x: torch.cond(x[0, 0] > 0, lambda x: torch.relu(x @ x) + 1, lambda x: x.sin() @ x, (x,))  # noqa: E731
-    e = reflib.explain(f, x, target="sm_90", verify=True)
-    assert [k.name for k in e.kernels][1] == "k1_mm_relu_add"
-    assert [d.op for d in e.decisions if d.op] == ["aten.mm", "aten.mm"]
-
-
 # -- packages and C++ projects --------------------------------------------------------------------------------
 
 

@@ -1,7 +1,6 @@
 """What torch.export assumed of sizes is checked by the wrapper program itself, in Python and in C++: so programs with
 guards take the fast path, and what a package exports to C++ checks them too."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,6 @@ from torch.export import Dim
 
 import reflib
 from reflib.errors import ArgumentError
-from tests.exported_cpp import build, missing_tools
-from tests.exported_cpp import run as run_built
 
 
 class TakesOneWay(torch.nn.Module):
@@ -192,25 +189,3 @@ def test_a_size_that_is_known_from_later_arguments(wrapper: str) -> None:
 
 
 # -- packages -------------------------------------------------------------------------------------------
-@pytest.mark.slow
-def test_packages_check_them(tmp_path: Path) -> None:
-    shapes = ({0: Dim.DYNAMIC}, {0: Dim.DYNAMIC})
-    path = reflib.aot_compile(
-        TakesOneWay(), (torch.randn(7, 3), torch.randn(4, 3)), tmp_path / "g.reflib", "cpu", dynamic_shapes=shapes
-    )  # fmt: skip
-    f = reflib.load(path)
-    x, y = torch.randn(9, 3), torch.randn(5, 3)
-    torch.testing.assert_close(f(x, y), x.sum(0) + y.sum(0))
-    assert type(f.__call__).__name__ == "Entry"
-    with pytest.raises(reflib.ReflibError, match=r"exported where s\d+ > s\d+ holds"):
-        f(y, x)
-    if missing_tools():
-        pytest.skip("no cmake or ninja")
-    from reflib.package.export_cpp import export_cpp
-
-    export_cpp(path, tmp_path / "project")
-    built = build(tmp_path / "project")
-    torch.testing.assert_close(run_built(built, [x, y])[0], x.sum(0) + y.sum(0))
-    says = r"it was exported where s\d+ > s\d+ holds of the arguments' sizes; here s\d+ = [59], s\d+ = [59]\n"
-    with pytest.raises(AssertionError, match=says):
-        run_built(built, [y, x])

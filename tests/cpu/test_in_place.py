@@ -8,13 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import reflib
-from reflib.capture.graph import Graph
 from reflib.ir.program import Extern, walk
-from reflib.options import Options
-from reflib.pipeline import run
 from tests.checking import check
 
 R = random.Random(20)
@@ -89,43 +85,6 @@ def test_sizes_that_are_symbols() -> None:
         check(fn, compiled, C, V, p)
 
 
-@torch.library.custom_op("reflib_in_place::rows", mutates_args=("cache",))
-def rows(cache: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    cache.index_copy_(1, i, v)
-    return v.sum(-1)
-
-
-@rows.register_fake
-def _(cache: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return v.sum(-1)
-
-
-@pytest.mark.parametrize("wrapper", ["python", "cpp"])
-def test_a_custom_op_writes_to_what_it_is_given(wrapper: str) -> None:
-    def fn(c: Any, v: Any, i: Any) -> Any:
-        a = rows(c[1], i, v)
-        b = rows(c[0], i, v + a[..., None])
-        return a + b, c[1].sum(1)
-
-    check(fn, reflib.compile(fn, wrapper=wrapper, verify=True), C, V, I)
-    torch._dynamo.reset()
-    with torch.no_grad():
-        e = reflib.explain(fn, C, V, I)
-    assert len(e.updates) >= 2 and not [u for u in e.updates if u.why]
-    assert e.memory.peak_bytes < C.nbytes / L
-
-
-def shifted(c: Any, v: Any, i: Any) -> Any:
-    c.copy_(torch.slice_scatter(c, c[:, :, :-1], 2, 1, S))
-
-
-def layer_read_later(c: Any, v: Any, i: Any) -> Any:
-    new = torch.index_copy(c[1], 1, i, v)
-    old = c[1] * 2
-    c.copy_(torch.select_scatter(c, new, 0, 1))
-    return old
-
-
 def halves(c: Any) -> Any:
     a, b = c.chunk(2, 1)
     a.copy_(b * 3)
@@ -158,18 +117,6 @@ def test_slices_of_which_others_are_read(fn: Any, wrapper: str, kernels: Any, ke
         assert "older slices of" in u.why and u.copied == ours.nbytes
     else:
         assert not [u for u in e.updates if u.why] and len(e.kernels) == kernels and e.memory.peak_bytes == kept
-
-
-@pytest.mark.parametrize("fn, why", [(shifted, "other elements|as it was"), (layer_read_later, "as it was before")])
-def test_refused(fn: Callable[..., Any], why: str) -> None:
-    graph = Graph(make_fx(fn, tracing_mode="fake")(C.clone(), V, I), "inference", frozenset())
-    s = run(graph, Options(verify=True))
-    ours, theirs = C.clone(), C.clone()
-    got, want = s.call([ours, V, I]), fn(theirs, V, I)
-    torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(got[0] if want is not None else None, want)
-    assert any(part in u.why for u in s.fused.updates for part in why.split("|"))
-    assert any(u.copied for u in s.fused.updates)
 
 
 def test_slices_that_overlap_earlier_ones() -> None:
