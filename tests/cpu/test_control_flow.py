@@ -186,9 +186,6 @@ def test_branches_are_fused_and_carried_tensors_stay_where_they_are() -> None:
     assert [u.why for u in e.updates] == [""]
 
 
-# -- packages and C++ projects --------------------------------------------------------------------------------
-
-
 # -- bad input ------------------------------------------------------------------------------------------------
 def test_a_predicate_of_several_elements() -> None:
     f = lambda x: torch.cond(x[0] > 0, lambda x: x + 1, lambda x: x * 2, (x,))  # noqa: E731

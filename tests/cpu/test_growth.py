@@ -225,9 +225,6 @@ def test_a_chain_is_compiled_in_linear_time(fn: Callable[..., Any]) -> None:
     assert twice <= 2.5 * calls  # n^3: 8
 
 
-# -- many kernels -----------------------------------------------------------------------------------------
-
-
 # -- sizes that are products and quotients ----------------------------------------------------------------
 SHAPES: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "pool1d": (lambda x: F.adaptive_avg_pool1d(x, 7), (2, 3, 17)),

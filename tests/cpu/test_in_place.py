@@ -1,6 +1,5 @@
-"""What is updated in place beyond one row of a cache: parts, calls, several forms in a row; what is refused, and why.
-
-(Random programs of updates: test_fuzz.py.)"""
+"""What is updated in place beyond one row of a cache: parts, calls, several forms in a row. (Random programs of
+updates: test_fuzz.py; what is refused, and why: test_updates.py.)"""
 
 import random
 from collections.abc import Callable
