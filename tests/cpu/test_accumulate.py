@@ -13,9 +13,8 @@ from fuse_cases import GPU, calls, check_same, kernels, lowered
 import reflib
 from reflib.errors import VerifyError
 from reflib.fuse import fuse
-from reflib.fuse.ranges import bounds
 from reflib.ir.expr import Ref, Var, expr
-from reflib.ir.loops import Axis, Const, Index, Indirect, Load, LoopNest, Op, Reduce, Store
+from reflib.ir.loops import Axis, Const, Indirect, Load, LoopNest, Op, Reduce, Store
 from reflib.ir.program import Buffer, Program, full_view
 from reflib.ir.verify import verify
 from reflib.lower import accumulate
@@ -162,14 +161,6 @@ def test_not_with_a_reduction() -> None:
     f = fused(fn, torch.randn(5, 4), torch.randint(0, 5, (9,)), torch.randn(9, 4))
     assert not any(isinstance(s, Reduce) for n in adding(f) for s in n.body)
     assert any(r.reason.code == "scatter" for r in f.refusals)
-
-
-def test_one_position_per_row_needs_none() -> None:
-    def fn(x: Any, i: Any, g: Any) -> Any:
-        return (torch.scatter_add(x.sin(), 1, i, g) * 2,)
-
-    f = fused(fn, torch.randn(5, 4), torch.randint(0, 4, (5, 1)), torch.randn(5, 1))
-    assert not adding(f) and len(kernels(f)) == 1
 
 
 # -- stores, in place ----------------------------------------------------------------------------------------
@@ -389,26 +380,6 @@ def test_one_of_the_sums_may_begin_with_a_tensor() -> None:
 
 
 # -- 32 bits ---------------------------------------------------------------------------------------------
-def test_ranges() -> None:
-    """Of a value through a float and back, and of what is not known."""
-    body = (
-        Index(expr(N) * 2, I64), Op("cast", (0,), F32), Const(0.5, F32), Op("mul", (1, 2), F32), Op("cast", (3,), I64),
-        Const(1, I64), Op("add", (4, 5), I64), Const(3, I64), Op("minimum", (6, 7), I64), Op("sub", (5, 8), I64),
-        Load("x", expr(N), I64), Op("add", (10, 5), I64), Op("minimum", (11, 7), I64),
-    )  # fmt: skip
-    found = bounds(body)
-    assert (found[0], found[4], found[8], found[9]) == ((0, 6), (0, 3), (1, 3), (-2, 0))
-    assert found[10:] == [(-(2**63), 2**63 - 1), None, (-(2**63), 3)]  # 1 more than the greatest is the least
-
-
-def test_indices_that_fit_are_computed_in_32_bits() -> None:
-    def fn(x: Any, i: Any) -> Any:
-        rows = (torch.arange(20) * 0.25).to(I64).clamp(max=4)
-        return (aten._unsafe_index(x, [rows + 0, None]) + rows[:, None], x[torch.arange(5) - 5], x[i])
-
-    f = fused(fn, torch.randn(5, 3), torch.tensor([1, -2]))
-    indirect = [(n.body[s.arg].dtype, s.checked) for n in kernels(f) for s in n.body if isinstance(s, Indirect)]
-    assert sorted(indirect, key=str) == sorted([(torch.int32, False), (torch.int32, True), (I64, True)], key=str)
 
 
 def test_only_what_is_proved_to_be_inside_is_read_unchecked() -> None:

@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,19 +15,13 @@ from reflib.ir.program import Extern
 from tests.attention_cases import INF, LOWEST, Rewritten, becomes_a_call, calls, causal, operators, padding, qkv, sizes
 from tests.attention_cases import of_any_length as of_any_length
 from tests.checking import check
-from tests.exporting import Alone
 from tests.semantics import Compiled
-
-Maker = Callable[..., tuple[Any, ...]]
 
 
 # -- spellings --------------------------------------------------------------------------------------
-def methods(q, k, v):
-    return q.mul(0.3).matmul(k.mT).softmax(-1).matmul(v).transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
-
-
-def scaled_later(q, k, v):
-    return torch.matmul(F.softmax(torch.matmul(q, k.permute(0, 1, 3, 2)) * 0.2, -1, dtype=torch.float32), v)
+def in_float32(q, k, v):
+    scores = (q @ k.mT) * q.shape[-1] ** -0.5
+    return scores.float().softmax(-1).to(q.dtype) @ v
 
 
 def einsums(q, k, v):
@@ -37,18 +30,9 @@ def einsums(q, k, v):
     return torch.einsum("bhij,bjhd->bihd", scores.softmax(3), v).contiguous()
 
 
-def ends_with_an_einsum(q, k, v):
-    return torch.einsum("bhij,bhjd->bihd", (q @ k.mT).softmax(-1), v) * 2
-
-
 def with_dropout_off(q, k, v):
     p = F.dropout(F.softmax((q @ k.mT) / 4, -1), 0.1, training=False)
     return nn.Dropout(0.0)(p).contiguous() @ v
-
-
-def in_float32(q, k, v):
-    scores = (q @ k.mT) * q.shape[-1] ** -0.5
-    return scores.float().softmax(-1).to(q.dtype) @ v
 
 
 def by_tensors(q, k, v):
@@ -64,14 +48,6 @@ def grouped(q, k, v):
     return (q @ repeat(k).mT / d**0.5).softmax(-1) @ repeat(v)
 
 
-def one_head_of_keys(q, k, v):
-    return (q @ k[:, :1].mT / 4).softmax(-1) @ v[:, :1]
-
-
-def outer_product(q, k, v):
-    return (q @ k.mT).softmax(-1) @ v + q
-
-
 def by_name(q, k, v):
     """Operands given by name, as BLOOM gives them to baddbmm."""
     scores = torch.mul(input=torch.matmul(input=q, other=k.mT), other=0.3).add(other=q.new_ones(k.shape[2]))
@@ -85,14 +61,20 @@ def by_name_after_a_bias(q, k, v):
     return torch.bmm(input=scores.view(b, h, n, -1).softmax(-1).flatten(0, 1), mat2=v.flatten(0, 1))
 
 
-PLAIN = [operators, methods, scaled_later, einsums, ends_with_an_einsum, with_dropout_off, in_float32, by_tensors,
-         grouped, one_head_of_keys, outer_product, by_name]  # fmt: skip
+PLAIN: dict[str, Any] = {
+    "methods": lambda q, k, v: q.mul(0.3).matmul(k.mT).softmax(-1).matmul(v).transpose(1, 2).flatten(2),
+    "scaled later": lambda q, k, v: F.softmax(q @ k.permute(0, 1, 3, 2) * 0.2, -1, dtype=torch.float32).matmul(v),
+    "ends with an einsum": lambda q, k, v: torch.einsum("bhij,bhjd->bihd", (q @ k.mT).softmax(-1), v) * 2,
+    "one head of keys": lambda q, k, v: (q @ k[:, :1].mT / 4).softmax(-1) @ v[:, :1],
+    "outer product": lambda q, k, v: (q @ k.mT).softmax(-1) @ v + q,
+    **{f.__name__: f for f in (operators, in_float32, einsums, with_dropout_off, by_tensors, grouped, by_name)},
+}
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("fn", PLAIN, ids=lambda f: f.__name__)
-def test_spellings(fn: Any) -> None:
-    becomes_a_call(fn, *qkv(PLAIN.index(fn), grad=True), backward=True, dynamic=True)
+@pytest.mark.parametrize("name", PLAIN)
+def test_spellings(name: str) -> None:
+    becomes_a_call(PLAIN[name], *qkv([*PLAIN].index(name), grad=True), backward=True, dynamic=True)
 
 
 def test_a_bias_and_operands_by_name() -> None:
@@ -175,10 +157,7 @@ def added_twice(q, k, v, mask):
 
 
 def filled(low: float) -> Any:
-    def fn(q, k, v, mask):
-        return (q @ k.mT / 4).masked_fill(mask == 0, low).softmax(-1) @ v
-
-    return fn
+    return lambda q, k, v, mask: (q @ k.mT / 4).masked_fill(mask == 0, low).softmax(-1) @ v
 
 
 def filled_in_place(q, k, v, mask):
@@ -187,15 +166,11 @@ def filled_in_place(q, k, v, mask):
     return scores.softmax(-1) @ v
 
 
-def chosen(q, k, v, mask):
-    return torch.where(mask > 0, q @ k.mT, torch.full([], LOWEST)).softmax(-1) @ v
-
-
-def chosen_by_method(q, k, v, mask):
-    return (q @ k.mT).where(mask > 0, -1e9).softmax(-1) @ v
-
-
-BOOLEAN = [filled(-INF), filled(-1e9), filled(-1e4), filled_in_place, chosen, chosen_by_method]
+BOOLEAN: list[Any] = [
+    filled(-INF), filled(-1e9), filled(-1e4), filled_in_place,
+    lambda q, k, v, mask: torch.where(mask > 0, q @ k.mT, torch.full([], LOWEST)).softmax(-1) @ v,
+    lambda q, k, v, mask: (q @ k.mT).where(mask > 0, -1e9).softmax(-1) @ v,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("i", range(len(BOOLEAN)))
@@ -234,66 +209,68 @@ def test_rows_in_which_all_is_masked_by_a_bias() -> None:
         torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
 
 
-def by_keys(q, k, v, keep):
-    mask = (1 - keep.to(q.dtype)) * torch.finfo(q.dtype).min
-    return (q @ k.mT * 0.3 + mask[:, None, None]).softmax(-1) @ v
+def hidden_by(mask: Any) -> Any:
+    """Attention with an additive ``mask(q, keep)``."""
+
+    def fn(q, k, v, keep):
+        low = mask(q, keep)  # (before the product)
+        return (q @ k.mT * 0.3 + low).softmax(-1) @ v
+
+    return fn
 
 
-def by_two(q, k, v, keep):
-    mask = torch.full((q.shape[2], k.shape[2]), torch.finfo(q.dtype).min, dtype=q.dtype).triu(1)
-    return (q @ k.mT * 0.3 + (by_padding(q, keep) + mask)).softmax(-1) @ v
+def lowest(q: Any) -> float:
+    return torch.finfo(q.dtype).min
 
 
-def by_padding(q, keep):
-    return torch.zeros_like(keep, dtype=q.dtype).masked_fill(~keep, torch.finfo(q.dtype).min)[:, None, None]
+def triangle(q: Any, keep: Any) -> Any:
+    return torch.full((q.shape[2], q.shape[2]), lowest(q), dtype=q.dtype).triu(1)
 
 
-def written_later(q, k, v, keep):
+def by_padding(q: Any, keep: Any) -> Any:
+    return torch.zeros_like(keep, dtype=q.dtype).masked_fill(~keep, lowest(q))[:, None, None]
+
+
+def written_later(q: Any, keep: Any) -> Any:
     mask = torch.zeros_like(keep, dtype=q.dtype)
-    mask[~keep] = torch.finfo(q.dtype).min
-    return (q @ k.mT * 0.3 + mask[:, None, None]).softmax(-1) @ v
+    mask[~keep] = lowest(q)
+    return mask[:, None, None]
 
 
-def added_by_a_method(q, k, v, keep):
-    mask = torch.zeros(q.shape[2], k.shape[2], dtype=q.dtype)
-    mask.__iadd__(torch.full_like(mask, torch.finfo(q.dtype).min))
-    return (q @ k.mT * 0.3 + mask).softmax(-1) @ v
+def added_to_zeros(q: Any, keep: Any, method: bool = False) -> Any:
+    mask = torch.zeros(q.shape[2], q.shape[2], dtype=q.dtype)
+    if method:
+        mask.__iadd__(torch.full_like(mask, lowest(q)))
+    else:
+        mask += torch.full_like(mask, lowest(q))
+    return mask
 
 
-def added_in_place(q, k, v, keep):
-    mask = torch.zeros(q.shape[2], k.shape[2], dtype=q.dtype)
-    mask += torch.full_like(mask, torch.finfo(q.dtype).min)
-    return (q @ k.mT * 0.3 + mask).softmax(-1) @ v
-
-
-def learned(q, k, v, keep):
-    """(As T5's bias.)"""
-    mask = by_padding(q, keep) + (q[:1, :1, :1, :1] * 0).expand(1, 1, q.shape[2], k.shape[2])
-    return (q @ k.mT * 0.3 + mask).softmax(-1) @ v
-
-
-def known(q, k, v, keep):
-    mask = torch.full((q.shape[2], k.shape[2]), torch.finfo(q.dtype).min, dtype=q.dtype).triu(1)
-    return (q @ k.mT * 0.3 + mask).softmax(-1) @ v
+HIDDEN = {
+    "by keys": lambda q, keep: ((1 - keep.to(q.dtype)) * lowest(q))[:, None, None],
+    "by two": lambda q, keep: by_padding(q, keep) + triangle(q, keep),
+    "written later": written_later,
+    "added by a method": lambda q, keep: added_to_zeros(q, keep, method=True),
+    "added in place": added_to_zeros,
+    "known": triangle,
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    "fn", [by_keys, by_two, written_later, added_by_a_method, added_in_place, known], ids=lambda f: f.__name__
-)
-def test_gradients_of_rows_that_a_number_hides(fn: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", HIDDEN)
+def test_gradients_of_rows_that_a_number_hides(name: str, dtype: torch.dtype) -> None:
     """Those of scores that change no result are eager's. Where two masks hide, it is left alone; without gradients it
     is not, and nothing is added where no row can be hidden."""
-    rng = random.Random(f"{fn.__name__} {dtype}")
+    fn, rng = hidden_by(HIDDEN[name]), random.Random(f"{name} {dtype}")
     b, h, n, d = 2, rng.randint(1, 3), rng.randint(17, 40), 8 * rng.randint(1, 3)
     args = [torch.randn(b, h, n, d).to(dtype).requires_grad_() for _ in range(3)]
     keep = torch.rand(b, n) < 0.7
     keep[rng.randrange(b)] = False
     rewritten = Rewritten(fn)
     check(fn, rewritten, *args, keep, backward=True)
-    assert rewritten.names() == ["softmax" if fn is by_two else "scaled_dot_product_attention"]
+    assert rewritten.names() == ["softmax" if name == "by two" else "scaled_dot_product_attention"]
     added = [n for graph in rewritten.graphs for n in graph.graph.nodes if n.target is hidden]
-    assert len(added) == (0 if fn in (by_two, known) else 1)
+    assert len(added) == (0 if name in ("by two", "known") else 1)
     with torch.no_grad():
         becomes_a_call(fn, *args, keep)
 
@@ -446,13 +423,6 @@ def test_other_wrappers(tmp_path: Any) -> None:
     with torch.no_grad():
         check(model, reflib.load(path), x, mask)
         check(model, reflib.load(path), torch.randn(2, 7, 32), padding(7, 2, -INF))
-
-
-def test_a_result_of_export_that_is_the_call() -> None:
-    args = qkv(41)
-    program = torch.export.export(Alone(operators), tuple(args))
-    assert calls(program) == ["aten.scaled_dot_product_attention.default"]
-    check(operators, reflib.compile(program), *args)
 
 
 def test_autocast() -> None:

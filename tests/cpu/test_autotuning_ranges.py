@@ -130,6 +130,7 @@ def test_what_uses_a_tensors_value_is_told_so() -> None:
     assert row.status == "unsupported" and "it uses a tensor's value, known only at run time (.item()" in row.why
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["corner", "first", "second", "none", "stairs"])
 def test_pairs_of_ranges(kind: str, monkeypatch: Any) -> None:
     """Of two sizes: each call runs what is best of its pair; ranges with one winner are joined."""

@@ -10,15 +10,16 @@ from html import unescape
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
-import yaml
 from docutils import nodes
 
 import reflib
 from reflib import lab
 from reflib.errors import LabError
 from reflib.lab import book, book_checks, runner
+from reflib.lab import notebook as nb
 
 ROOT = runner.ROOT
 CHAPTERS = [p for p in runner.notebooks() if p.stem != "start-here"]
@@ -70,12 +71,6 @@ def test_it_builds_in_time(built: tuple[Path, float]) -> None:
 
 def test_every_check_passes(pages: Path) -> None:
     assert book_checks.problems(pages) == []
-
-
-def test_local_scripts_are_where_pages_look(pages: Path) -> None:
-    assert (pages / "vendor" / "mathjax" / "tex-svg.js").exists()
-    assert (pages / "vendor" / "reflib.css").exists()
-    assert "../vendor/reflib.css" in text_of(pages, "book/index")
 
 
 def test_scripts_are_loaded_only_where_they_are_used(pages: Path) -> None:
@@ -174,9 +169,6 @@ def test_routes_add_up(pages: Path) -> None:
     assert f"about {data.duration(whole)} of reading" in text
     assert f"({told['start-here'].minutes + told['one-function-all-stages'].minutes} minutes of reading" in text
     assert [data.duration(m) for m in (45, 60, 80, 435)] == ["45 minutes", "1 hour", "1½ hours", "7 hours"]
-
-
-# ---- times
 
 
 # ---- tables
@@ -388,41 +380,28 @@ def test_what_would_be_fetched_is_found(tmp_path: Path, text: str, found: int) -
     assert len(book_checks.outside_references(tmp_path)) == found
 
 
-def test_links_that_go_nowhere_are_found(tmp_path: Path) -> None:
+def test_what_is_wrong_with_pages_is_found(tmp_path: Path) -> None:
+    """Links that go nowhere, figures without words, heavy pages."""
     (tmp_path / "a.html").write_text(
         '<h1 id="top">a</h1><a href="b.html#there">1</a><a href="#top">2</a><a href="https://x.example/#y">3</a>'
         '<a href="c.html">4</a><a href="b.html#gone">5</a><img src="no.png" alt="x"><a href="mailto:a@b.c">6</a>'
+        '<figure><img src="data:," alt="two bars"><figcaption>Bars.</figcaption></figure>'
+        '<figure><img src="data:,"><figcaption>Bars.</figcaption></figure>'
+        '<figure><div role="img" aria-label="a line"></div></figure>'
     )
     (tmp_path / "b.html").write_text('<p id="there">b</p>')
     assert book_checks.broken_links(tmp_path) == [
         "a.html: c.html is not there", "a.html: b.html#gone has no such anchor", "a.html: no.png is not there",
     ]  # fmt: skip
-
-
-def test_figures_without_words_are_found(tmp_path: Path) -> None:
-    (tmp_path / "a.html").write_text(
-        '<figure><img src="data:," alt="two bars"><figcaption>Bars.</figcaption></figure>'
-        '<figure><img src="data:,"><figcaption>Bars.</figcaption></figure>'
-        '<figure><div role="img" aria-label="a line"></div></figure>'
-    )
     assert book_checks.wordless_figures(tmp_path) == [
-        "a.html: figure 2 (<figure>) has no alt text",
-        "a.html: figure 3 (<figure>) has no caption",
-    ]
-
-
-def test_heavy_pages_are_found(tmp_path: Path) -> None:
+        "a.html: figure 2 (<figure>) has no alt text", "a.html: figure 3 (<figure>) has no caption",
+    ]  # fmt: skip
     (tmp_path / "book").mkdir()
-    (tmp_path / "book" / "index.html").write_text('<img src="a.png" alt="a">')
+    for page in ("index", "b"):
+        (tmp_path / "book" / f"{page}.html").write_text('<img src="a.png" alt="a">')
     (tmp_path / "book" / "a.png").write_bytes(bytes(book_checks.LANDING_LIMIT))
-    (tmp_path / "book" / "b.html").write_text('<img src="a.png" alt="a">')
-    found = book_checks.heavy_pages(tmp_path)
-    assert len(found) == 1 and found[0].startswith("book/index.html: 1,000,0")
-
-
-def test_the_toc_is_what_the_parts_are_read_from() -> None:
-    toc = yaml.safe_load((ROOT / "book" / "_toc.yml").read_text())
-    assert [p.get("caption", "") for p in toc["parts"]].count("") == len(data.parts(ROOT)) == 6
+    (found,) = book_checks.heavy_pages(tmp_path)
+    assert found.startswith("book/index.html: 1,000,0")
 
 
 # -- claims are boxes -----------------------------------------------------------------------------------
@@ -453,3 +432,52 @@ def test_long_listings_of_outputs_are_folded() -> None:
 def test_the_drawing_has_all_stages() -> None:
     svg, words = extension("reflib_book").pipeline_svg()
     assert all(f">{stage}</text>" in svg and f"{stage} takes" in words for stage in ("autotune", "schedule", "package"))
+
+
+# -- how long a chapter takes: what it says, and what its words, code and outputs come to -------------
+FOLDED = {"hide-input", "hide-cell", "solution"}  # tags of cells whose code the book folds
+
+
+def minutes_to_read(path: Path) -> float:
+    """Prose at 200 words a minute, 5 seconds for a line of code that is not folded, 1 for a line of output; not set-up
+    and exercises."""
+    words = lines = shown = 0
+    exercises = False
+    for number, cell in enumerate(nb.read(path).cells):
+        if cell.cell_type == "markdown":
+            for line in cell.source.splitlines():
+                exercises = line.startswith("## Exercises") if line.startswith("## ") else exercises
+                words += 0 if exercises else len(line.split())
+        elif not exercises and number > 3:
+            shown += sum(lines_of(output) for output in cell.outputs)
+            if not FOLDED & set(cell.metadata.get("tags", [])):
+                lines += sum(1 for line in cell.source.splitlines() if line.strip())
+    return words / 200 + lines * 5 / 60 + shown / 60
+
+
+def lines_of(output: Any) -> int:
+    """Of an output: its lines or rows, of a listing no more than the page unfolds; a figure counts as ten."""
+    if output.output_type == "stream":
+        return min(len(output.text.splitlines()), claims.LONG)
+    data = output.get("data", {})
+    if "text/html" in data:
+        return data["text/html"].count("<tr>") or 10
+    if any("vega" in mime for mime in data):
+        return 10
+    text = data.get("text/markdown") or data.get("text/plain", "")
+    return min(len(text.splitlines()), claims.LONG)
+
+
+@pytest.mark.parametrize("path", runner.notebooks(), ids=lambda p: p.stem)
+def test_a_chapter_says_how_long_it_takes_and_it_is_so(path: Path) -> None:
+    """To a quarter. It is an hour at most, or little more, but for the chapter that puts a compiler together."""
+    said, counted = data.chapter(path).minutes, minutes_to_read(path)
+    assert abs(counted - said) <= said / 4, f"{counted:.0f} minutes are counted"
+    assert said <= (75 if path.stem == "mini-compiler" else 65)
+
+
+def test_times_are_read(tmp_path: Path) -> None:
+    assert data.minutes_in("About 40 minutes to read, an hour with the exercises; about a minute to run.") == 40
+    assert data.minutes_in("Ten minutes to read and do; under a minute to run.") == 10
+    with pytest.raises(ValueError, match="no number of minutes"):
+        data.minutes_in("About an hour.")

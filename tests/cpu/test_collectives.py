@@ -23,7 +23,10 @@ PROGRAMS = 4
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[Any]:
-    yield late_group.join()
+    """(Without the check that all ranks compile the same.)"""
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr("reflib.ranks.agree.check", lambda lists: None)
+        yield late_group.join()
     dist.destroy_process_group()
 
 
@@ -63,8 +66,7 @@ def at_once(fn: Fn, *args: Any) -> Any:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("wrapper", ["python", "cpp"])
-def test_each_collective_in_one_graph(group: Any, wrapper: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reflib.ranks.agree.check", lambda lists: None)
+def test_each_collective_in_one_graph(group: Any, wrapper: str) -> None:
     n = group.group_name
 
     def fn(x: Any, y: Any) -> Any:
@@ -106,9 +108,8 @@ def drawn(rng: random.Random, names: list[str]) -> Fn:
     return fn
 
 
-def test_drawn_programs(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawn_programs(group: Any) -> None:
     """What is read or written until a wait is not taken for anything else: no NaN, no stale value."""
-    monkeypatch.setattr("reflib.ranks.agree.check", lambda lists: None)
     rng = random.Random(22)
     names = [*OPS, "product", "update", "late", "add", "add"]
     for i in range(PROGRAMS):
@@ -131,7 +132,6 @@ def test_starts_are_early_waits_are_late_and_memory_is_kept(group: Any, monkeypa
         return s, g, (x.cos() @ w).relu()
 
     x = torch.randn(8, 8)
-    monkeypatch.setattr("reflib.ranks.agree.check", lambda lists: None)
     lines = reflib.explain(fn, x, x).wrapper.partition("def call")[2].splitlines()
     called = ("mm_out(", "all_reduce__default(", "all_gather_into_tensor_default(", "wait_default(")
     order = [name for line in lines for name in called if name in line]
@@ -145,10 +145,8 @@ def test_starts_are_early_waits_are_late_and_memory_is_kept(group: Any, monkeypa
     assert order == ["all_reduce_", "wait", "all_gather_into_tensor", "wait"]
 
 
-def test_sums_are_made_in_place_where_their_argument_is_not_needed(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_are_made_in_place_where_their_argument_is_not_needed(group: Any) -> None:
     from reflib.ranks import agree, candidates
-
-    monkeypatch.setattr(agree, "check", lambda lists: None)
 
     def own_op(x: Any, w: Any) -> Any:
         return candidates.all_reduce(x @ w, "0") * 2
@@ -189,9 +187,8 @@ def test_sums_are_made_in_place_where_their_argument_is_not_needed(group: Any, m
 
 def test_what_storage_has_no_room_for_is_the_groups(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a meeting, or workers."""
-    from reflib.ranks import agree, candidates, symmetric, tune
+    from reflib.ranks import candidates, symmetric, tune
 
-    monkeypatch.setattr(agree, "check", lambda lists: None)
     monkeypatch.setattr(tune, "_meeting", lambda *_: 1 / 0)
     x = torch.ones(symmetric.BYTES["cpu"] // 8 + 1)
     e = reflib.explain(lambda x: candidates.all_reduce(x * 2, "0"), x, autotune="blocking", cache_decisions=False)

@@ -11,7 +11,6 @@ import torch
 from torch._higher_order_ops import associative_scan, scan, while_loop
 from torch._higher_order_ops import map as each
 from torch._higher_order_ops.associative_scan import associative_scan_op
-from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import reflib
@@ -20,12 +19,9 @@ from reflib.errors import LoweringError, PackageError
 from reflib.ir.data import from_data, to_data
 from reflib.ir.interpret import interpret
 from reflib.options import Options
-from reflib.package import archive, manifest
-from reflib.package.export_cpp import export_cpp
 from reflib.pipeline import run
 from reflib.plan import Alloc, Branch, Step
 from reflib.plan.regions import Repeat
-from tests import exported_cpp
 from tests.semantics import Compiled, randn
 
 Tensor = torch.Tensor
@@ -188,60 +184,6 @@ def test_branches_are_fused_and_carried_tensors_stay_where_they_are() -> None:
     assert all(int(e.scheduled.buffers[b].numel.evaluate({})) <= 4 for b in made), f"{made} are made in each iteration"
     assert "aten.index_put_.default(while_loop_2" in str(e.scheduled), "a row is stored in place"
     assert [u.why for u in e.updates] == [""]
-
-
-def test_choices_in_branches_go_by_the_static_rule() -> None:
-    """A product with its epilogue is one kernel there too; a registered op is a call, as everywhere without tuning."""
-    x = torch.randn(64, 64, dtype=torch.float16)
-    f = lambda x: torch.cond(x[0, 0] > 0, lambda x: torch.relu(x @ x) + 1, lambda x: x.sin() @ x, (x,))  # noqa: E731
-    e = reflib.explain(f, x, target="sm_90", verify=True)
-    assert [k.name for k in e.kernels][1] == "k1_mm_relu_add"
-    assert [d.op for d in e.decisions if d.op] == ["aten.mm", "aten.mm"]
-
-
-def test_programs_without_any_are_as_they_were() -> None:
-    e = reflib.explain(lambda x: torch.softmax(x * 2, -1), inputs()[0], target="cpu")
-    assert e.wrapper.count("\n") == 9
-
-
-# -- packages and C++ projects --------------------------------------------------------------------------------
-class Nested(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = torch.nn.Parameter(W.clone())
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        y = nested(x, self.w)[1]
-        last, seen = scan(lambda s, v: (s + v, s * v), torch.zeros_like(self.w), x)
-        return y, last, seen
-
-
-def plainly(x: Tensor) -> tuple[Tensor, ...]:
-    before = torch.cat([torch.zeros(1, 4), x.cumsum(0)[:-1]])
-    return nested_plainly(x)[1], x.sum(0), before * x
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(exported_cpp.missing_tools()), reason="needs cmake and ninja")
-def test_a_package_and_its_project(tmp_path: Path) -> None:
-    shapes = {"x": {0: Dim("n", min=2, max=100)}}
-    path = reflib.aot_compile(Nested(), (inputs()[0],), tmp_path / "n.reflib", "cpu", dynamic_shapes=shapes)
-    model = reflib.load(path)
-    project = exported_cpp.build(export_cpp(path, tmp_path / "project"))
-    with torch.no_grad():
-        for x in inputs():
-            close(model(x), plainly(x))
-            close(tuple(exported_cpp.run(project, [x])), plainly(x))
-
-
-@pytest.mark.slow
-def test_a_package_for_a_gpu(tmp_path: Path) -> None:
-    """The predicate is copied by PyTorch's dispatcher: nothing needs Python."""
-    pytest.importorskip("triton")
-    f = lambda x: torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x * 2, (x,))  # noqa: E731
-    path = reflib.aot_compile(f, (torch.ones(8, 4),), tmp_path / "g.reflib", "sm_90", ptx=False)
-    (variant,) = manifest.read(archive.open(path).manifest).variants
-    assert not variant.needs
 
 
 # -- bad input ------------------------------------------------------------------------------------------------

@@ -23,15 +23,6 @@ class Scale(torch.nn.Module):
         return x * 2 + y
 
 
-def test_options_are_refused_before_capture():
-    with pytest.raises(reflib.OptionError, match="wrapper='c\\+\\+': must be one of 'python', 'cpp', 'auto'"):
-        reflib.compile(Scale(), wrapper="c++")
-    with pytest.raises(reflib.OptionError, match="sm_1"):
-        reflib.compile(Scale(), target="sm_1")
-    with pytest.raises(reflib.OptionError, match="at least 1"):
-        reflib.Options(max_fused_ops=0)
-
-
 def test_extreme_of_nothing_is_eagers_error():
     with pytest.raises(Exception, match=r"(?i)dim|zero"):
         torch.compile(lambda x: x.max(0), backend="reflib")(torch.randn(0, 4))

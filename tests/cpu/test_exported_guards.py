@@ -1,8 +1,7 @@
 """What torch.export assumed of sizes is checked by the wrapper program itself, in Python and in C++: so programs with
 guards take the fast path, and what a package exports to C++ checks them too."""
 
-import re
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.export import Dim
-from torch.utils import _pytree as pytree
 
 import reflib
-from reflib.capture.exported import exported_graph
 from reflib.errors import ArgumentError
-from reflib.ir.expr import Sym, expr
-from reflib.ir.program import Buffer, Program, View
-from reflib.lower import decompositions
-from reflib.options import Options
-from reflib.pipeline import run
-from reflib.plan import Check
-from reflib.wrap.convention import Argument, Convention, Expected, Guard, sources
-from reflib.wrap.exported import ExportedCallable
-from reflib.wrap.guards import checked
-from tests.exported_cpp import build, missing_tools
-from tests.exported_cpp import run as run_built
+from tests.exporting import Alone
 
 
 class TakesOneWay(torch.nn.Module):
@@ -81,23 +68,6 @@ def test_the_wrapper_says_it_itself(wrapper: str) -> None:
         graph([torch.randn(4, 3), torch.randn(5, 3)])
     with pytest.raises(ArgumentError, match=r"exported where 3 <= s\d+ holds of the arguments' sizes; here s\d+ = 2$"):
         graph([torch.randn(2, 3), torch.randn(2, 3)])
-
-
-def test_checks_are_printed_steps() -> None:
-    program = exported(TakesOneWay(), torch.randn(7, 3), torch.randn(4, 3))
-    f = reflib.compile(program, wrapper="python")
-    graph, _ = exported_graph(program, decompositions())
-    lowered = run(graph, Options(), until="lower").program
-    assert lowered is not None and not lowered.checks
-    for wrapper, line in (
-        ("python", r"    expect_sizes\(.* >= 0, 's\d+ > s\d+', s\d+=s\d+, s\d+=s\d+\)"),
-        ("cpp", r'  expect_sizes\(run, .* >= 0, "s\d+ > s\d+", \{\{"s\d+", s\d+\}, \{"s\d+", s\d+\}\}\);'),
-    ):
-        stages = run(graph, Options(wrapper=wrapper), program=checked(lowered, f.convention))
-        assert stages.plan is not None and stages.wrapper is not None
-        assert sum(isinstance(s, Check) for s in stages.plan.steps) == 3, "two ranges, one guard"
-        assert len(re.findall(line, stages.wrapper)) == 1, stages.wrapper
-        assert stages.wrapper.count("expect_sizes(") == 3 and "expect_range" not in stages.wrapper
 
 
 class Remainder(torch.nn.Module):
@@ -203,28 +173,6 @@ def test_an_int_that_two_arguments_tell() -> None:
 
 
 # -- symbols that nobody tells --------------------------------------------------------------------------
-def by_hand(shape: tuple[Any, ...], *guards: Guard) -> tuple[Program, Convention]:
-    """A program of one argument, which it returns."""
-    cpu, strides = torch.device("cpu"), (expr(1),) * len(shape)
-    x = Buffer("x", torch.float32, cpu, shape, strides, "input")
-    program = Program(("x",), {"x": x}, (), (View("x", shape, strides, expr(0), torch.float32),))
-    arguments = (Argument("x", Expected(torch.float32, cpu, shape, strides)),)
-    return program, Convention(("",), arguments, (), None, None, {}, ("cpu",), guards)
-
-
-def test_a_symbol_that_no_argument_tells() -> None:
-    a, b = expr(Sym("a")), expr(Sym("b"))
-    with pytest.raises(reflib.ReflibError, match=r"the size a\*b of argument x cannot be checked .* what a is"):
-        checked(*by_hand((a * b,)))
-    with pytest.raises(reflib.ReflibError, match=r"exported where b > a holds of its sizes, which .* what b is"):
-        checked(*by_hand((a,), Guard("at_least", b - a - 1, "b > a")))
-    _, guarded = by_hand((a,), Guard("at_least", b - a - 1, "b > a"))
-    guarded = replace(guarded, in_spec=pytree.tree_structure(((0,), {})))
-    with pytest.raises(reflib.ReflibError, match=r"b > a, which was assumed of its sizes, .* what b is"):
-        ExportedCallable(guarded, {}, lambda args: args)  # from a package, say, that makes no sense
-    program, c = by_hand((a * b, a * 2, b + 3), Guard("differs", a - b, "a != b"))
-    assert checked(program, c).checks == (((c.guards[0].fact,), "a != b"),)
-    assert [(s.symbol.name, s.dim, s.times, s.plus) for s in sources(c.arguments)] == [("a", 1, 2, 0), ("b", 2, 1, 3)]
 
 
 @pytest.mark.parametrize("wrapper", ["python", "cpp"])
@@ -243,26 +191,63 @@ def test_a_size_that_is_known_from_later_arguments(wrapper: str) -> None:
         f(torch.randn(11), y)
 
 
-# -- packages -------------------------------------------------------------------------------------------
-@pytest.mark.slow
-def test_packages_check_them(tmp_path: Path) -> None:
-    shapes = ({0: Dim.DYNAMIC}, {0: Dim.DYNAMIC})
-    path = reflib.aot_compile(
-        TakesOneWay(), (torch.randn(7, 3), torch.randn(4, 3)), tmp_path / "g.reflib", "cpu", dynamic_shapes=shapes
-    )  # fmt: skip
-    f = reflib.load(path)
-    x, y = torch.randn(9, 3), torch.randn(5, 3)
-    torch.testing.assert_close(f(x, y), x.sum(0) + y.sum(0))
-    assert type(f.__call__).__name__ == "Entry"
-    with pytest.raises(reflib.ReflibError, match=r"exported where s\d+ > s\d+ holds"):
-        f(y, x)
-    if missing_tools():
-        pytest.skip("no cmake or ninja")
-    from reflib.package.export_cpp import export_cpp
+# -- sizes and ints of 0 and 1, which torch.export promises although it traced with more --------------
+DYNAMIC = torch.export.Dim.DYNAMIC
 
-    export_cpp(path, tmp_path / "project")
-    built = build(tmp_path / "project")
-    torch.testing.assert_close(run_built(built, [x, y])[0], x.sum(0) + y.sum(0))
-    says = r"it was exported where s\d+ > s\d+ holds of the arguments' sizes; here s\d+ = [59], s\d+ = [59]\n"
-    with pytest.raises(AssertionError, match=says):
-        run_built(built, [y, x])
+
+def solved(a: torch.Tensor, b: torch.Tensor) -> Any:
+    return torch.linalg.solve(a, b) + 1, torch.linalg.inv(a)
+
+
+X, A, B = torch.randn(20), torch.randn(4, 4) + 4 * torch.eye(4), torch.randn(4, 2)
+ROWS = {0: torch.export.Dim("rows", min=0)}
+Some = tuple[Any, ...]
+# what it is, example arguments, which sizes and ints may change, calls that are right, calls that are refused, and why
+CASES: dict[str, tuple[Callable[..., Any], Some, Some | None, list[Some], list[Some], str]] = {
+    "ints": (lambda x, n: (x.sum() * max(n, 2), n // 2), (X[:6], 5), ({0: DYNAMIC}, DYNAMIC),
+             [(X[:6], n) for n in (0, 1, 2, 3, 7)], [], ""),
+    "sizes": (lambda x: (x.new_ones(max(x.shape[0], 2)), x.sum()), (X[:6],), (ROWS,),
+              [(X[:n],) for n in (0, 1, 2, 6)], [], ""),
+    "a guard that only small ones break": (
+        lambda x, n: x + 1 if max(n, 1) == n else x - 1, (X[:6], 3), ({0: DYNAMIC}, DYNAMIC),
+        [(X[:6], 1)], [(X[:6], 0)], r"it was exported where Eq\(Max\(1, \w+\), \w+\) holds"),
+    # (torch.export looked whether a size is 1, and checks that too)
+    "a guard on a product": (
+        lambda x, n, k: x.view(n, k) + n, (X[:12], 3, 4), ({0: DYNAMIC}, DYNAMIC, DYNAMIC),
+        [(X, 5, 4), (X, 4, 5), (X, 10, 2)], [(X, 5, 5), (X, 1, 20)], "it was exported where"),
+    # torch.export threads a token through them, so that they stay, and in order
+    "ops with effects": (solved, (A, B), None, [(A, B)], [(torch.zeros(4, 4), B)], "singular"),
+}  # fmt: skip
+
+
+@pytest.fixture(params=["python", "cpp", "package"])
+def ahead(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Any]:
+    """(model, args, dynamic_shapes) -> it, ahead ahead of its call."""
+
+    def make(model: torch.nn.Module, args: tuple[Any, ...], dynamic_shapes: Any = None) -> Callable[..., Any]:
+        if request.param == "package":
+            path = tmp_path / "model.reflib"
+            return reflib.load(reflib.aot_compile(model, args, path, "cpu", dynamic_shapes=dynamic_shapes))
+        exported = torch.export.export(model, args, dynamic_shapes=dynamic_shapes)
+        return reflib.compile(exported, wrapper=request.param)
+
+    return make
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", CASES)
+def test_small_sizes(name: str, ahead: Callable[..., Any]) -> None:
+    fn, args, shapes, right, refused, why = CASES[name]
+    f = ahead(Alone(fn), args, shapes and (shapes,))
+    for call in right:
+        torch.testing.assert_close(f(*call), fn(*call))
+    for call in refused:
+        with pytest.raises(Exception, match=why):
+            f(*call)
+
+
+def test_compiling_leaves_the_program_as_it_was() -> None:
+    fn, args, shapes, *_ = CASES["a guard that only small ones break"]
+    exported = torch.export.export(Alone(fn), args, dynamic_shapes=(shapes,))
+    for wrapper in ("python", "cpp", "python"):
+        torch.testing.assert_close(reflib.compile(exported, wrapper=wrapper)(X[:6], 1), X[:6] + 1)

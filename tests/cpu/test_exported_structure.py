@@ -1,6 +1,5 @@
 """Keywords, containers, constants, ints, results in containers, mutations: on the fast path too."""
 
-import collections
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
@@ -32,32 +31,6 @@ pytree.register_dataclass(Record, serialized_type_name="tests.structure.Record")
 
 
 # -- the printed functions ------------------------------------------------------------------------------
-TREES: dict[str, tuple[tuple, dict]] = {
-    "nothing": ((), {}),
-    "positional": ((1, 2), {}),
-    "keywords": ((), {"b": 1, "a": 2}),
-    "nested": ((1, {"x": [2, (3,)], "empty": (), 7: {}}, [[], [4]]), {"k": {"z": None, "y": 5}}),
-    "named": ((Pair(1, [2]), OrderedDict(q=3, p=(4,))), {}),
-    "keys": (({("a", 1): 1, torch.float32: 2, True: 3, "it's": 4},), {}),
-    "classes": ((Record(1, [2]), collections.deque([3])), {"r": 4}),
-}
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_apart_and_together_as_pytree_does(name: str) -> None:
-    args, kwargs = TREES[name]
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    apart = structure.takes_apart(spec)
-    assert apart(args, kwargs) == tuple(leaves)
-    assert apart(args, dict(reversed(kwargs.items()))) == tuple(leaves)
-    assert apart((*args, 1), kwargs) is None and apart(args, {**kwargs, "more": 1}) is None
-    assert not args or apart(args[1:], kwargs) is None
-    assert not kwargs or apart(args, {}) is None
-    names: dict[str, Any] = {"leaves": leaves}
-    text = structure.built(spec, [f"leaves[{i}]" for i in range(len(leaves))], names)
-    again = eval(text, names)
-    assert again == (args, kwargs) and pytree.tree_structure(again) == spec
-    assert ("tree_unflatten" in text) == (name == "classes")
 
 
 @pytest.mark.parametrize(
@@ -74,11 +47,6 @@ def test_another_structure(right: Any, wrong: Any) -> None:
     assert apart((right,), {}) is not None and apart((wrong,), {}) is None
     keyword = structure.takes_apart(pytree.tree_structure(((), {"k": right})))
     assert keyword((), {"k": right}) is not None and keyword((), {"k": wrong}) is None
-
-
-def test_items_of_a_dict_may_be_in_any_order() -> None:
-    apart = structure.takes_apart(pytree.tree_structure((({"b": 1, "a": [2]},), {})))
-    assert apart(({"a": [3], "b": 4},), {}) == (4, 3)
 
 
 # -- programs -------------------------------------------------------------------------------------------

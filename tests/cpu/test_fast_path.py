@@ -258,39 +258,6 @@ def test_methods():
 
 
 # -- *args and **kwargs -----------------------------------------------------------------------------
-def test_bind_returns_the_frames_locals():
-    free = object()
-
-    def positional(x, /, y=2, *ws, z, k=5, **more):
-        return dict(locals())
-
-    def rest(*args):
-        return dict(locals())
-
-    def others(**kwargs):
-        return dict(locals())
-
-    def closed(*args, x=1, **kwargs):
-        _ = free
-        return dict(locals(), _=None)
-
-    calls = [
-        (positional, [((1,), {"z": 3}), ((1, 2, 3, 4), {"z": 3, "b": 1, "a": 2, "x": 7}), ((1,), {"y": 4, "z": 5})]),
-        (rest, [((), {}), ((1,), {}), ((1, (2,)), {})]),
-        (others, [((), {}), ((), {"self": 1, "args": 2, "bind": 3})]),
-        (closed, [((), {}), ((1, 2), {"x": 3, "kwargs": 4})]),
-    ]
-    for fn, ways in calls:
-        bind = fast_path._bind(fn)
-        for args, kwargs in ways:
-            got, expected = bind(*args, **kwargs), fn(*args, **kwargs)
-            expected.pop("_", None)
-            assert got == expected
-            orders = [[list(v) for v in d.values() if type(v) is dict] for d in (got, expected)]
-            assert orders[0] == orders[1]
-    for args, kwargs in [((), {}), ((1,), {}), ((1, 2), {"y": 3, "z": 1})]:
-        with pytest.raises(TypeError):
-            fast_path._bind(positional)(*args, **kwargs)
 
 
 def test_inputs_among_args_are_mutated():

@@ -231,17 +231,17 @@ def test_threads():
     f, _ = compiled(lambda x, n: x * n, dynamic=False)
 
     def work(seed):
-        for i in range(200):
+        for i in range(100):
             n = (i + seed) % 4 + 1
             with torch.no_grad() if seed % 2 else torch.enable_grad():
                 assert f(torch.full((n,), 2.0), n).tolist() == [2.0 * n] * n
 
     with torch._dynamo.config.patch(recompile_limit=64):
-        for _ in range(3):
+        for _ in range(2):
             with ThreadPoolExecutor(8) as pool:
                 list(pool.map(work, range(8)))
             torch._dynamo.reset()
-    assert known(f).hits > 100
+    assert known(f).hits > 50
 
 
 def test_recursion():

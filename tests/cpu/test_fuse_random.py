@@ -1,6 +1,5 @@
 """Random programs: fused or not, on a CPU or a GPU target, they compute the same."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 from fuse_cases import CPU, GPU, check_same, lowered
@@ -96,23 +95,12 @@ def step(kinds):
 KINDS = [unary, binary, view, row, chosen(PIECES)]
 
 
-def run(steps, mutate, seed):
-    torch.manual_seed(seed)
-    args = [torch.randn(s) for s in SHAPES]
-    fn = interpretation(steps, mutate, KINDS)
-    program = lowered(fn, args)
-    for target, options in ((GPU, Options()), (CPU, Options(max_fused_ops=15))):
-        check_same(program, fuse(program, options, target), fn, args)
-
-
 @settings(max_examples=25, deadline=None, phases=FAST, suppress_health_check=list(HealthCheck))
 @given(st.lists(step(KINDS), min_size=3, max_size=14), st.sets(st.integers(0, 2), max_size=2), st.integers(0, 99))
 def test_random_programs(steps, mutate, seed):
-    run(steps, sorted(mutate), seed)
-
-
-@pytest.mark.slow
-@settings(max_examples=120, deadline=None, phases=FAST, suppress_health_check=list(HealthCheck))
-@given(st.lists(step(KINDS), min_size=8, max_size=40), st.sets(st.integers(0, 3), max_size=3), st.integers(0, 99))
-def test_long_random_programs(steps, mutate, seed):
-    run(steps, sorted(mutate), seed)
+    torch.manual_seed(seed)
+    args = [torch.randn(s) for s in SHAPES]
+    fn = interpretation(steps, sorted(mutate), KINDS)
+    program = lowered(fn, args)
+    for target, options in ((GPU, Options()), (CPU, Options(max_fused_ops=15))):
+        check_same(program, fuse(program, options, target), fn, args)

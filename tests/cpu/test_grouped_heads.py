@@ -62,6 +62,7 @@ def keys(fn: Any, args: list[Tensor]) -> list[int]:
     return [n.args[1].meta["val"].shape[1] for n in calls]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("repeat", [interleaved, expanded, None])
 @pytest.mark.parametrize("mask", [None, keep, per_head])
 @pytest.mark.parametrize("length", [1, 3])

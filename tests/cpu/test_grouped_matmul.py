@@ -3,7 +3,6 @@
 import importlib.util
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -251,10 +250,3 @@ def test_wrappers(wrapper: str, dynamic: bool) -> None:
     fn = (lambda a, b, o: F.grouped_mm(a, b, offs=o)) if hasattr(F, "grouped_mm") else grouped
     e = stages((a, b, offs), "sm_80", fn, wrapper=wrapper)
     assert len(e.kernels) == 1 and "grouped_mm" in e.wrapper
-
-
-@pytest.mark.slow
-def test_a_package(tmp_path: Path) -> None:
-    args = CASES["rows"]()
-    path = reflib.aot_compile(grouped, args, tmp_path / "g.reflib", ["sm_80", "sm_90"])
-    assert path

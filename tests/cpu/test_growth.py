@@ -6,9 +6,7 @@ quotients of symbols.
 
 import random
 import sys
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,13 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import reflib
-from reflib.fuse.dependencies import dependencies
-from reflib.ir.expr import expr
-from reflib.ir.program import Buffer
 from reflib.options import Options
 from reflib.pipeline import Backend, Stages, eager, run
 from reflib.plan.memory import memory
-from reflib.plan.order import _before
 from tests.semantics import compare
 
 
@@ -231,58 +225,6 @@ def test_a_chain_is_compiled_in_linear_time(fn: Callable[..., Any]) -> None:
     assert twice <= 2.5 * calls  # n^3: 8
 
 
-# -- many kernels -----------------------------------------------------------------------------------------
-class Layer(nn.Module):
-    def __init__(self, c: int):
-        super().__init__()
-        self.norm, self.conv = nn.BatchNorm2d(c), nn.Conv2d(c, 4, 3, padding=1, bias=False)
-
-    def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
-        return self.conv(torch.relu(self.norm(torch.cat(xs, 1))))
-
-
-class Dense(nn.Module):
-    """Blocks of layers that read all layers before them in the block."""
-
-    def __init__(self, blocks: int, layers: int = 3):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.ModuleList(Layer(6 + 4 * i) for i in range(layers)) for _ in range(blocks))
-        self.between = nn.ModuleList(nn.Conv2d(6 + 4 * layers, 6, 1) for _ in range(blocks))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block, conv in zip(self.blocks, self.between, strict=True):
-            xs = [x]
-            for layer in block:
-                xs.append(layer(xs))
-            x = conv(torch.cat(xs, 1))
-        return x
-
-
-@pytest.mark.slow
-def test_a_model_of_many_kernels_is_compiled_in_linear_time() -> None:
-    found = []
-    for blocks in (2, 4):
-        graph = graph_of(Dense(blocks).train(), torch.rand(2, 6, 8, 8))
-        found.append(calls_and_kernels(graph)[:2])
-    (calls, kernels), (twice, more) = found
-    assert more <= 2.2 * kernels and twice <= 2.3 * calls
-
-
-def test_a_buffer_is_measured_once() -> None:
-    calls: Counter[int] = Counter()
-
-    class Counted(Buffer):
-        def __getattribute__(self, name: str) -> Any:
-            calls["shape"] += name == "shape"
-            return super().__getattribute__(name)
-
-    sizes = (expr(3), expr(5))
-    b = Counted("b", torch.float32, torch.device("cpu"), sizes, (expr(5), expr(1)))
-    assert b.nbytes == 60
-    before = calls["shape"]
-    assert (b.nbytes, b.extent, b.numel.hint()) == (60, 15, 15) and calls["shape"] <= before + 1
-
-
 # -- sizes that are products and quotients ----------------------------------------------------------------
 SHAPES: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "pool1d": (lambda x: F.adaptive_avg_pool1d(x, 7), (2, 3, 17)),
@@ -335,30 +277,3 @@ def test_a_block_does_not_compute_the_blocks_before_it_again():
         loads.append([k.source.count("tl.load(") for k in kernels])
     assert max(loads[0]) == max(loads[1]) == max(loads[2]) <= 9 + 5  # a pooling reads nine, and its block the rest
     assert sum(loads[2]) - sum(loads[1]) == 2 * (sum(loads[1]) - sum(loads[0]))
-
-
-def test_sizes_of_all_buffers_are_not_asked_for_per_node(monkeypatch):
-    def joined(parts: Any) -> Any:
-        return [torch.cat([a.exp(), a.sin()]) for a in parts]
-
-    asked = []
-    for n in (20, 40):
-        torch._dynamo.reset()
-        count, whole = Counter[str](), Buffer.nbytes.func
-        with monkeypatch.context() as m:
-            m.setattr(Buffer, "nbytes", property(lambda b, whole=whole, count=count: (count.update("n"), whole(b))[1]))
-            reflib.explain(joined, [torch.zeros(64, 64) for _ in range(n)], target="sm_90")
-        asked.append(count["n"])
-    assert asked[1] < 2.5 * asked[0], asked
-
-
-def test_a_program_is_analyzed_once(monkeypatch):
-    program = reflib.explain(lambda x: torch.softmax(x * 2, -1), torch.zeros(64, 64), target="sm_90").scheduled
-    d = dependencies(program)
-    before = [set(b) for b in d.before]
-    _before(program)  # which has more of them
-    assert dependencies(program) is d and d.before == before
-    assert dependencies(replace(program)) == d and dependencies(replace(program)) is not d
-    nest = next(n for n in reflib.explain(lambda x: x + 1, torch.zeros(8), target="sm_90").program.nodes)
-    nest.reads().clear()
-    assert nest.reads() and nest.writes() and replace(nest, body=()).reads() == []

@@ -152,36 +152,6 @@ def test_a_padded_tensor_serves_who_reads_no_padding(target: str) -> None:
     assert reads(summed_rows, x, y) <= 2
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("seed", range(3))
-def test_random_parts(seed: int) -> None:
-    """Of kernels, calls and views, some more than once, in either dimension; eager's results."""
-    r = random.Random(seed)
-    makers: list[Callable[[Tensor], Tensor]] = [
-        lambda t: t.softmax(1), lambda t: t.exp(), lambda t: t - t.mean(1, keepdim=True), lambda t: t.sort(1).values,
-        lambda t: t, lambda t: t.cumsum(1), lambda t: t.flip(1), lambda t: t / t.amax(0), lambda t: t[:, ::2].sin(),
-    ]  # fmt: skip
-    dims = (0, 1) * 3
-    plans = [(d, [r.choice(makers[: 8 + d]) for _ in range(3)], r.random() < 0.5) for d in dims]
-
-    def fn(x: Tensor, y: Tensor) -> list[Tensor]:
-        out: list[Tensor] = []
-        for dim, made, again in plans:
-            same = made[0](x)
-            parts = [same, made[1](x + 1 if dim == 0 else y), same if again else made[2](x * 2)]
-            if dim == 0:
-                parts = [p[:, :9] for p in parts]
-            out += [torch.cat(parts, dim), parts[1] + 1] if again else [torch.cat(parts, dim)]
-        return out
-
-    x, y = torch.randn(N, 20), torch.randn(N, B)
-    with torch.no_grad():
-        for dynamic in (False, True):
-            torch._dynamo.reset()
-            got = reflib.compile(fn, dynamic=dynamic, verify=True)(x, y)
-            torch.testing.assert_close(got, fn(x, y), atol=1e-4, rtol=1e-3)
-
-
 def test_sums_and_products_in_short_rows() -> None:
     """Loops of known length, which a C++ compiler unrolls: g++ 12 with AVX-512 contracted one part with another."""
     r = random.Random(2)
@@ -339,23 +309,15 @@ def test_ops_that_write_to_given_tensors_and_to_lists() -> None:
 
 
 @pytest.mark.parametrize("wrapper", ["python", "cpp"])
-def test_what_an_op_may_not_do_with_its_memory(wrapper: str) -> None:
-    """The error names the op: a result that was resized, and one smaller than promised."""
+def test_a_result_smaller_than_promised(wrapper: str) -> None:
+    """The error names the op."""
     lib = torch.library.Library(f"into_place_bad_{wrapper}", "FRAGMENT")
-    lib.define("grown(Tensor x) -> Tensor")
-    lib.define("grown.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", tags=(torch.Tag.out,))
     lib.define("fewer(Tensor x) -> Tensor")
-    lib.impl("grown", lambda x: x * 2, "CPU")
-    lib.impl("grown.out", lambda x, out: out.resize_(7), "CPU")
     lib.impl("fewer", lambda x: x[:1] * 2, "CPU")
-    ops = getattr(torch.ops, lib.ns)
-    said = {"grown": "grown.out: its result 0 is not the tensor", "fewer": "fewer.default returned shape"}
-    for name, why in said.items():
-        torch.library.register_fake(f"{lib.ns}::{name}", lambda x: torch.empty_like(x), lib=lib)
-        op = getattr(ops, name)
-        compiled = reflib.compile(lambda x: op(x) + 1, wrapper=wrapper)  # noqa: B023
-        with pytest.raises(reflib.ReflibError, match=why):
-            compiled(torch.ones(3))
+    torch.library.register_fake(f"{lib.ns}::fewer", torch.empty_like, lib=lib)
+    compiled = reflib.compile(lambda x: getattr(torch.ops, lib.ns).fewer(x) + 1, wrapper=wrapper)
+    with pytest.raises(reflib.ReflibError, match=r"fewer\.default returned shape"):
+        compiled(torch.ones(3))
 
 
 @pytest.mark.parametrize("wrapper", ["python", "cpp"])

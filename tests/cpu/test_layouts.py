@@ -109,34 +109,6 @@ def test_training(seed: int) -> None:
             assert all(is_last(v) for v in big if v.dim() == 4), n
 
 
-def test_blocks_that_are_alike_are_computed_once(monkeypatch) -> None:
-    """And each value is what its op returns for what its arguments are now."""
-    runs, run = [], torch._ops.OpOverload.__call__
-
-    def counted(op, /, *args, **kwargs):
-        runs.append(op)
-        return run(op, *args, **kwargs)
-
-    counts = []
-    for blocks in (2, 6):
-        torch._dynamo.reset()
-        body = [m for _ in range(blocks) for m in (nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.SiLU())]
-        with torch.no_grad():
-            graph = reflib.explain(nn.Sequential(*body), torch.randn(2, 8, 16, 16), target="sm_90").graph.module
-            with monkeypatch.context() as m:
-                m.setattr(torch._ops.OpOverload, "__call__", counted)
-                runs.clear()
-                changed = layouts.channels_last(graph, Options(), True)
-                counts.append(runs.count(torch.ops.aten.convolution.default))
-        for n in convolutions(changed):
-            with n.meta["val"].fake_mode:
-                again = n.target(*torch.fx.map_arg(n.args, lambda a: a.meta["val"]))
-            assert layouts._looks(again) == layouts._looks(n.meta["val"])
-        own = [n.meta["val"] for n in convolutions(changed)]
-        assert len({v.untyped_storage()._cdata for v in own}) == len(own) == blocks
-    assert counts[0] == counts[1] <= 2, counts
-
-
 def externs(fn, *args, **options) -> list[Extern]:
     torch._dynamo.reset()
     with torch.no_grad():
