@@ -92,7 +92,7 @@ def build_times(bench: Bench) -> tuple[dict[str, Any], str]:
     found: dict[str, Any] = {who: {} for who in (PYTHON, CPP, PEER, PEER_CPP)}
     for who in [] if bench.quick else found:
         with children.fresh_caches() as caches:
-            found[who] = bench.one("host.wrapper_build", 240, caches, who=who, model="block")
+            found[who] = bench.one("host.wrapper_build", 240, caches, who=who)
     rows = [[who, *shown(f, "first", "wrapper")] for who, f in found.items()]
     text = table(["a transformer block, cold", "first step, s", "of it building the wrapper, s"], rows)
     return found, "\n".join([text, *errors(found)])
@@ -242,7 +242,7 @@ def wrapper_build(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
     device, who = torch.device(job["device"]), job["who"]
     torch.set_num_threads(job["threads"])
-    net, x = cases.model(job["model"], device)
+    net, x = cases.block(device)
     net(x).sum().backward()
     synchronize(device)
     stages: list[Any] = []
