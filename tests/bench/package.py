@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from reflib.lab.rows import text_table as table
 from reflib.timing import synchronize
 
 from . import cases, children
-from .report import Promise, errors, ratio, shown, table
+from .report import Promise, errors, ratio, shown
 
 if TYPE_CHECKING:
     from .__main__ import Bench
