@@ -2,8 +2,7 @@
 
 For ``Options.batch_invariant``. On a machine with AVX2, beside MKL's own call (float32, 1024 x 1024, one thread), it
 takes 1.0 to 1.3 times as long for 8 rows and more, and 2 to 3.5 times for one row, which MKL does not copy into panels;
-of halves, for which that machine has no instructions, a fiftieth to a half. ``python -m tests.invariance_cost`` prints
-it for the machine at hand.
+of halves, for which that machine has no instructions, a fiftieth to a half.
 """
 
 import torch

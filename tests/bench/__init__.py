@@ -10,6 +10,6 @@ quiet.py     whether somebody else uses the device meanwhile
 matmul*.py   the matmul sets: TorchInductor's tuning in children first, then timing alone
 report.py    rows to tables, rows to promises kept or not
 
-Kernels, compile time and peak memory are the sweep's (`reflib sweep`): of models, and of the functions in functions.py
-and unseen.py.
+Kernels, compile time and peak memory are the sweep's (`reflib sweep`): of models, and of what functions.py, unseen.py
+and flex.py list.
 """
