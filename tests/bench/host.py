@@ -140,7 +140,7 @@ def programs(device: torch.device) -> dict[str, tuple[Callable[..., Any], list[t
     def sorts(n: int) -> Callable[..., Any]:
         def fn(x: torch.Tensor) -> torch.Tensor:
             for _ in range(n):
-                x = torch.sort(x, 0, stable=True).values
+                x = torch.sort(x, dim=0, stable=True).values
             return x
 
         return fn
