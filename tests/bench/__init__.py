@@ -2,7 +2,6 @@
 
     python -m tests.bench cpu|gpu [--only SECTION,...] [--out FILE.json] [--quick] [--budget SECONDS]
 
-cases.py     small calls, and a transformer block
 child.py     what runs in a process of its own; children.py starts it and reads its rows
 host.py      what a call costs on the host; building the wrapper
 package.py   packages: building, loading, calling, size

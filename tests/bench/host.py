@@ -20,8 +20,9 @@ import torch
 
 from reflib.lab.rows import text_table as table
 from reflib.timing import synchronize
+from tests.models import Block
 
-from . import cases, children
+from . import children
 from .report import Promise, errors, ratio, shown
 
 if TYPE_CHECKING:
@@ -134,8 +135,12 @@ def graphs(us: dict[str, dict[str, Any]]) -> list[Promise]:
 
 # -- in the child --------------------------------------------------------------------------------------
 def programs(device: torch.device) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
-    calls = cases.host_calls(device)
-    one, many = calls.values()
+    small = [torch.randn(64, 64, device=device) / 8 for _ in range(16)]
+
+    def layers(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        for w in weights:
+            x = torch.relu(x @ w)
+        return x
 
     def sorts(n: int) -> Callable[..., Any]:
         def fn(x: torch.Tensor) -> torch.Tensor:
@@ -145,9 +150,10 @@ def programs(device: torch.device) -> dict[str, tuple[Callable[..., Any], list[t
 
         return fn
 
-    x = torch.zeros(8, 8, device=device)
+    x, y = torch.zeros(8, 8, device=device), torch.randn(8, 64, device=device)
     return {
-        ONE: one, SIXTEEN: many, SINGLE: (many[0], many[1][:2]), SORT: (sorts(1), [x]), SORTS: (sorts(16), [x]),
+        ONE: (lambda x, w: torch.relu(x + w), [torch.randn(64, 64, device=device), small[0]]),
+        SIXTEEN: (layers, [y, *small]), SINGLE: (layers, [y, small[0]]), SORT: (sorts(1), [x]), SORTS: (sorts(16), [x]),
     }  # fmt: skip
 
 
@@ -177,6 +183,13 @@ def theirs(who: str) -> None:
     import torch._inductor.config as config
 
     config.cpp_wrapper = who == PEER_CPP
+
+
+def transformer_block(device: torch.device) -> tuple[torch.nn.Module, torch.Tensor]:
+    """A transformer block and its input; sizes by device."""
+    torch.manual_seed(0)
+    width, heads, batch, length = (768, 12, 8, 512) if device.type == "cuda" else (256, 8, 4, 128)
+    return Block(width, heads).to(device), torch.randn(batch, length, width, device=device)
 
 
 def calls(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -243,7 +256,7 @@ def wrapper_build(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
     device, who = torch.device(job["device"]), job["who"]
     torch.set_num_threads(job["threads"])
-    net, x = cases.block(device)
+    net, x = transformer_block(device)
     net(x).sum().backward()
     synchronize(device)
     stages: list[Any] = []

@@ -146,7 +146,7 @@ def distance(got: Tensor, exact: Tensor) -> tuple[float, float]:
 
 
 def wrong(got: Tensor, exact: Tensor, dtype: torch.dtype, allowed: tuple[float, float], ours: bool) -> str:
-    """"" if the result is right: no further from float64 than twice eager's own distance and a little. So strict a
+    """Nothing if the result is right: no further from float64 than twice eager's own distance and a little. So strict a
     definition of wrong is for us; a peer's sum in another order is not what this is about."""
     if got.dtype != dtype or got.shape != exact.shape or got.stride() != exact.stride():
         return f"wrong: {got.dtype} {tuple(got.shape)} strides {got.stride()}"
