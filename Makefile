@@ -62,10 +62,12 @@ record:  ## execute the notebooks here and write their outputs back (on a GPU, b
 bench:  ## speed on the CPU, TorchInductor beside
 	$(SETUP) test
 	$(PY) -m tests.bench --device cpu
+	$(PY) -m reflib.cli sweep --models tests/bench/functions.py --device cpu --size real
 
 bench-gpu:  ## speed on a CUDA GPU, TorchInductor beside
 	$(SETUP) gpu
 	$(PY) -m tests.bench --device cuda
+	$(PY) -m reflib.cli sweep --models tests/bench/functions.py --device cuda
 
 sweep:  ## many models, inference and training, eager and TorchInductor beside (DEVICE=, ONLY=, SWEEP=); resumable
 	$(SETUP) sweep

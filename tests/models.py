@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from reflib.lab.peak_memory import peak_bytes
 from reflib.options import Options
 from reflib.pipeline import Backend, Stages
 from tests.checking import call, wrong
@@ -229,37 +230,18 @@ WORKSPACE = {"attention by hand": 2**17}
 
 def check_peak_memory(name: str, device: str, compiled: Callable[..., Any], fn: Callable[..., Any], args: Any) -> None:
     """No more than eager's, in a forward and a backward: bytes allocated at once, by PyTorch's own count."""
-    peak = measured_peak if device == "cuda" else profiled_peak
-    ours, theirs = peak(compiled, args), peak(fn, args)
+    ours, theirs = peak(device, compiled, args), peak(device, fn, args)
     # (the models are tiny, and CUDA's allocator rounds each tensor up to 512)
     slack = 8192 + WORKSPACE.get(name, 0) if device == "cuda" else 4096
     assert ours <= theirs * 1.02 + slack, f"{ours} bytes at once, eager {theirs}"
 
 
-def profiled_peak(fn: Callable[..., Any], args: tuple[torch.Tensor, ...]) -> int:
-    from torch.profiler import ProfilerActivity, profile
+def peak(device: str, fn: Callable[..., Any], args: tuple[torch.Tensor, ...]) -> int:
+    """Bytes of a forward and a backward, beyond those before."""
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as p:
-        out = fn(*args)
-        grads = torch.autograd.grad(out.sum(), [a for a in args if a.requires_grad], allow_unused=True)
-    del out, grads
-    now = peak = 0
-    events = [e for e in p.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for e in sorted(events, key=lambda e: e.start_ns()):
-        now += e.nbytes()
-        peak = max(peak, now)
-    return peak
+    def step() -> Any:
+        return torch.autograd.grad(fn(*args).sum(), [a for a in args if a.requires_grad], allow_unused=True)
 
-
-def measured_peak(fn: Callable[..., Any], args: tuple[torch.Tensor, ...]) -> int:
-    for _ in range(2):
-        gc.collect()  # what other tests left in cycles would go in the middle, or stay
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        out = fn(*args)
-        torch.autograd.grad(out.sum(), [a for a in args if a.requires_grad], allow_unused=True)
-        torch.cuda.synchronize()
-        del out
-    return torch.cuda.max_memory_allocated() - before
+    step()
+    gc.collect()  # what other tests left in cycles would go in the middle, or stay
+    return peak_bytes(step, torch.device(device))

@@ -14,7 +14,7 @@ import torch
 from torch.export import Dim
 
 from reflib.package import archive
-from tests.bench import cases
+from tests.models import Block
 
 Tensor = torch.Tensor
 
@@ -89,7 +89,7 @@ def split_product_from_ptx() -> Any:
     return split_product()
 
 
-class Counted(cases.Block):
+class Counted(Block):
     """With a buffer that calls write to."""
 
     def __init__(self, width: int, heads: int) -> None:

@@ -7,11 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from reflib.options import Options
-from reflib.pipeline import Backend, run
 from tests.checking import call, wrong
 from tests.semantics import randn
-from tests.stopping import stopped
+from tests.stopping import Until
 
 PROGRAMS: dict[str, Callable[..., Any]] = {
     "pointwise": lambda x, w: (x * 2 + w).sin() * torch.where(x > 0, x, w),
@@ -41,14 +39,3 @@ def test_every_stage_computes_the_same(device: str, name: str, dynamic: bool) ->
         torch._dynamo.reset()
         problems = wrong(call(torch.compile(fn, backend=Until(until), dynamic=dynamic), args), eager, wide)
         assert not problems, (until, problems)
-
-
-class Until(Backend):
-    """A backend that runs what the interpreter makes of the program after one stage."""
-
-    def __init__(self, until: str):
-        super().__init__(Options(verify=True))
-        self.until = until
-
-    def _compile(self, graph: Any, inputs: Any) -> Callable[[list], Any]:
-        return stopped(run(graph, self.options, self.until))

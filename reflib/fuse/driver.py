@@ -176,7 +176,7 @@ class _Grouping:
                 yield writer, True
         for name in (*node.reads(), *node.writes()):  # (overwriting an input: with the nodes that read it, if possible)
             b = self.context.program.buffers[name]
-            seed = (b.kind, b.numel, b.dtype) == ("temp", 1, torch.int64)  # numbers drawn from one have nothing in common
+            seed = (b.kind, b.numel, b.dtype) == ("temp", 1, torch.int64)  # drawn numbers share nothing
             for r in () if seed else depends.readers_before(name, position, _SIBLINGS):
                 yield r, False
 

@@ -168,36 +168,3 @@ def one(function: str, job: Row, seconds: float, environment: dict[str, str]) ->
     rows: list[Row] = []
     ended = follow(function, job, environment, time.monotonic() + max(1.0, seconds), rows.append)
     return {"error": ended.problem} if ended.problem else rows[-1]
-
-
-def section(
-    function: str, job: Row, seconds: float, environment: dict[str, str], ours: str,
-    keep: Callable[[Row], None] = lambda row: None, stall: float = float("inf"),
-) -> list[Row]:  # fmt: skip
-    """The rows of a function that times contenders, case by case. One that kills the process is a row; the rest goes
-    on without it. When all are timed in turn nobody can tell which it was: it is ``ours``, which is what counts."""
-    rows: list[Row] = []
-    job = {**job, "skip": [], "done": []}
-    deadline = time.monotonic() + max(1.0, seconds)
-
-    def add(row: Row) -> None:
-        rows.append(row)
-        keep(row)
-
-    for _ in range(ATTEMPTS):
-        ended = follow(function, job, environment, deadline, add, stall)
-        if ended.late:
-            print(f"{function}: out of time at {ended.at.get('case', 'its start')}", flush=True)
-        if ended.late or not ended.problem:
-            break
-        job["done"] += [r["case"] for r in rows if r["kind"] == "done"]
-        together = ended.at.get("who") == "timing"
-        who = {"who": ours} if together or not ended.at else {}
-        add({"case": function, **ended.at, "kind": "row", "us": None, "note": ended.problem, **who})
-        if not ended.at:
-            break
-        if together:
-            job["done"].append(ended.at["case"])
-        else:
-            job["skip"].append([ended.at["case"], ended.at["who"]])
-    return [r for r in rows if r["kind"] != "done"]

@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from reflib.lab.rows import text_table as table
 from reflib.timing import synchronize
+from tests.models import Block
 
-from . import cases, children
-from .report import Promise, errors, ratio, shown, table
+from . import children
+from .report import Promise, errors, ratio, shown
 
 if TYPE_CHECKING:
     from .__main__ import Bench
@@ -92,7 +94,7 @@ def build_times(bench: Bench) -> tuple[dict[str, Any], str]:
     found: dict[str, Any] = {who: {} for who in (PYTHON, CPP, PEER, PEER_CPP)}
     for who in [] if bench.quick else found:
         with children.fresh_caches() as caches:
-            found[who] = bench.one("host.wrapper_build", 240, caches, who=who, model="block")
+            found[who] = bench.one("host.wrapper_build", 240, caches, who=who)
     rows = [[who, *shown(f, "first", "wrapper")] for who, f in found.items()]
     text = table(["a transformer block, cold", "first step, s", "of it building the wrapper, s"], rows)
     return found, "\n".join([text, *errors(found)])
@@ -133,20 +135,25 @@ def graphs(us: dict[str, dict[str, Any]]) -> list[Promise]:
 
 # -- in the child --------------------------------------------------------------------------------------
 def programs(device: torch.device) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
-    calls = cases.host_calls(device)
-    one, many = calls.values()
+    small = [torch.randn(64, 64, device=device) / 8 for _ in range(16)]
+
+    def layers(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        for w in weights:
+            x = torch.relu(x @ w)
+        return x
 
     def sorts(n: int) -> Callable[..., Any]:
         def fn(x: torch.Tensor) -> torch.Tensor:
             for _ in range(n):
-                x = torch.sort(x, 0, stable=True).values
+                x = torch.sort(x, dim=0, stable=True).values
             return x
 
         return fn
 
-    x = torch.zeros(8, 8, device=device)
+    x, y = torch.zeros(8, 8, device=device), torch.randn(8, 64, device=device)
     return {
-        ONE: one, SIXTEEN: many, SINGLE: (many[0], many[1][:2]), SORT: (sorts(1), [x]), SORTS: (sorts(16), [x]),
+        ONE: (lambda x, w: torch.relu(x + w), [torch.randn(64, 64, device=device), small[0]]),
+        SIXTEEN: (layers, [y, *small]), SINGLE: (layers, [y, small[0]]), SORT: (sorts(1), [x]), SORTS: (sorts(16), [x]),
     }  # fmt: skip
 
 
@@ -176,6 +183,13 @@ def theirs(who: str) -> None:
     import torch._inductor.config as config
 
     config.cpp_wrapper = who == PEER_CPP
+
+
+def transformer_block(device: torch.device) -> tuple[torch.nn.Module, torch.Tensor]:
+    """A transformer block and its input; sizes by device."""
+    torch.manual_seed(0)
+    width, heads, batch, length = (768, 12, 8, 512) if device.type == "cuda" else (256, 8, 4, 128)
+    return Block(width, heads).to(device), torch.randn(batch, length, width, device=device)
 
 
 def calls(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -242,7 +256,7 @@ def wrapper_build(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
     device, who = torch.device(job["device"]), job["who"]
     torch.set_num_threads(job["threads"])
-    net, x = cases.model(job["model"], device)
+    net, x = transformer_block(device)
     net(x).sum().backward()
     synchronize(device)
     stages: list[Any] = []

@@ -3,8 +3,10 @@
 from collections import Counter
 from typing import Any
 
+from reflib.lab.rows import text_table as table
+
 from .contenders import EAGER, PEER_MAX, TUNED, US
-from .report import Promise, Row, _num, geomean, median, pivot, table
+from .report import Promise, Row, _num, geomean, median, pivot
 
 ORDER = (EAGER, PEER_MAX, US, TUNED)
 BEST = f"the best of {EAGER} and {PEER_MAX}"

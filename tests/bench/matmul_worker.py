@@ -7,6 +7,8 @@ TorchInductor when it chooses and reflib when it tunes: another process's kernel
 
 import contextlib
 import functools
+import gc
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,17 +21,34 @@ from torch import Tensor
 from reflib.autotune.lock import device_lock
 from reflib.lab.rivals import own_copy
 from reflib.lab.timing import Samples, synchronize
+from reflib.sweep.child import brief
 
-from . import contenders, matmul_cases, quiet
+from . import matmul_cases, quiet
 from .contenders import EAGER, PEER_MAX, TUNED, US
 from .matmul_cases import MatmulCase
-from .worker import Row, brief, device_of, distance, poison, start_afresh, wrong
+
+Row = dict[str, Any]
 
 
 def wanted(job: Row) -> list[MatmulCase]:
     """The cases in order; ``first``: what this process has claimed already, before one like it was killed."""
     every = {c.name: c for found in matmul_cases.cases(job["device"]).values() for c in found}
     return [every[name] for name in [*job["first"], *job["cases"]]]
+
+
+def device_of(job: Row) -> torch.device:
+    """The job's device, with its threads set."""
+    if job["device"] == "cuda":
+        return torch.device("cuda", 0)
+    torch.set_num_threads(job["threads"])
+    return torch.device("cpu")
+
+
+def start_afresh(device: torch.device) -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def still_alive(device: torch.device) -> None:
@@ -118,6 +137,26 @@ def listen_to_choices() -> list[str]:
     return picks
 
 
+# --- right or wrong ----------------------------------------------------------------------------
+def distance(got: Tensor, exact: Tensor) -> tuple[float, float]:
+    """Relative in the norm, and of the worst element relative to the largest."""
+    off = got.double().sub_(exact)
+    far = off.abs().max().item() / max(exact.abs().max().item(), 1e-30)
+    return (off.norm() / exact.norm().clamp(min=1e-30)).item(), far
+
+
+def wrong(got: Tensor, exact: Tensor, dtype: torch.dtype, allowed: tuple[float, float], ours: bool) -> str:
+    """Nothing if the result is right: no further from float64 than twice eager's own distance and a little. So strict a
+    definition of wrong is for us; a peer's sum in another order is not what this is about."""
+    if got.dtype != dtype or got.shape != exact.shape or got.stride() != exact.stride():
+        return f"wrong: {got.dtype} {tuple(got.shape)} strides {got.stride()}"
+    found, floor = distance(got, exact), torch.finfo(dtype).eps * (0.5 if ours else 32)
+    if all(f <= 2 * a + floor for f, a in zip(found, allowed, strict=True)):  # NaN never passes
+        return ""
+    shown = ["{:.2g} worst {:.2g}".format(*pair) for pair in (found, allowed)]
+    return f"wrong: error {shown[0]}; eager {shown[1]}"
+
+
 # --- a case: all contenders, then their times in turn ------------------------------------------
 def people(case: MatmulCase, job: Row) -> list[str]:
     """Which contenders run; the peer only while there is time for its compiling."""
@@ -145,7 +184,8 @@ def measure_case(case: MatmulCase, job: Row, reference: quiet.Reference, picks: 
             seconds, _ = first_call(fn, args, device)
             about[who] |= {"compile_s": seconds, **found()}
             with device_lock(str(device)):
-                poison([exact], case.dtype)
+                # the next allocation of this size finds NaN, not an earlier contender's right answer
+                torch.full_like(exact, math.nan, dtype=case.dtype)
                 problem = wrong(fn(*args), exact, case.dtype, eager_error, who in (US, TUNED))
         except Exception as error:
             still_alive(device)
@@ -174,7 +214,7 @@ def compiled(who: str, case: MatmulCase, job: Row) -> tuple[Callable[..., Tensor
     """What to call, and what there is to tell of it after its first call."""
     fn = own_copy(case.fn)
     if who == PEER_MAX:
-        return contenders.compiled(PEER_MAX, fn), dict
+        return torch.compile(fn, dynamic=False, mode="max-autotune-no-cudagraphs"), dict
     if who == EAGER:
         return fn, dict
     from reflib.options import Options

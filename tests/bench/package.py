@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from reflib.lab.rows import text_table as table
 from reflib.timing import synchronize
 
-from . import cases, children
-from .report import Promise, errors, ratio, shown, table
+from . import children
+from .host import transformer_block
+from .report import Promise, errors, ratio, shown
 
 if TYPE_CHECKING:
     from .__main__ import Bench
@@ -68,7 +70,7 @@ def build(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
     torch.set_num_threads(job["threads"])
     cpu = torch.device("cpu")
-    net, x = cases.model("block", cpu)
+    net, x = transformer_block(cpu)
     net.eval()
     other = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Softmax(-1))
     with tempfile.TemporaryDirectory() as folder:
@@ -111,7 +113,7 @@ def calls(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
             return torch.relu(x + w)
 
     args = tuple(torch.randn(64, 64, device=device) for _ in range(2))
-    net, x = cases.model("block", device)
+    net, x = transformer_block(device)
     net.eval()
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         small = reflib.aot_compile(Small(), args, Path(folder, "small.reflib"), "native")

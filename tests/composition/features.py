@@ -18,7 +18,7 @@ from tests.checking import check
 from tests.composition.ops import SHIMS, calls_of_c, op_in_c
 from tests.composition.table import IN_A_FILE, Tensor, compiled, compiled_program, count, feature, is_in, same, texts
 from tests.cpp_wrapping import python_op
-from tests.models import measured_peak, profiled_peak
+from tests.models import peak
 from tests.semantics import randn
 
 
@@ -320,8 +320,7 @@ def no_more_memory_than_eager(device: str, wrapper: str) -> None:
         return y.sum() * x.sum()  # something to differentiate, as what measures wants it
 
     x.requires_grad_()
-    peak = measured_peak if device == "cuda" else profiled_peak
-    ours, theirs = (peak(lambda x, fn=fn: g(x, fn), (x,)) for fn in (c, f))
+    ours, theirs = (peak(device, lambda x, fn=fn: g(x, fn), (x,)) for fn in (c, f))
     assert ours <= theirs * 1.02 + 8192, f"{ours} bytes, eager {theirs}"
 
 

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -51,24 +50,6 @@ def test_all_that_is_left_is_found(tmp_path: Path) -> None:
     finally:
         other.kill()
         other.wait()
-
-
-def test_a_contender_that_kills_the_process_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest goes on without it. What dies while all are timed is put down to ours, and its case is over."""
-    tried = []
-
-    def follow(function: str, job: children.Row, _: object, __: object, keep: Any, ___: object) -> children.Ended:
-        tried.append((list(job["skip"]), list(job["done"])))
-        keep({"kind": "done", "case": "a"})
-        died = ["peer", "timing"][len(tried) - 1 :]
-        if not died:
-            return children.Ended("")
-        return children.Ended("crashed: SIGSEGV", at={"kind": "trying", "case": "b", "who": died[0]})
-
-    monkeypatch.setattr(children, "follow", follow)
-    rows = children.section("worker.kernels", {}, 60, {}, US)
-    assert [(r["case"], r["who"], r["note"]) for r in rows] == [("b", who, "crashed: SIGSEGV") for who in ("peer", US)]
-    assert tried[1] == ([["b", "peer"]], ["a"]) and tried[2][0] == [["b", "peer"]] and "b" in tried[2][1]
 
 
 class Scripted(quiet.Reference):

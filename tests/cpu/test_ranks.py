@@ -281,7 +281,7 @@ COMES = "rank 3 of process group '0' did not come within 3 s to a graph that sta
 OTHER = "ranks of process group '0' are at different points: rank 0 came to the choice of rank_tasks.sum_product"
 # what the last of four ranks does -> (task, its arguments, what the others are told, what it comes to itself)
 FAULTS: dict[str, tuple[Any, tuple[Any, ...], str, str]] = {
-    "is late": (tasks.late, (10.0,), COMES, "RanksError"),
+    "is late": (tasks.late, (5.0,), COMES, "RanksError"),
     "ends": (tasks.late, (0.0, "exit"), COMES, ENDED),
     "is killed": (tasks.interrupted, ("killed",), COMES, ENDED),
     "is interrupted": (tasks.interrupted, ("ctrl-c",), COMES, "KeyboardInterrupt"),

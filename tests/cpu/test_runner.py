@@ -137,7 +137,7 @@ handlers["kernel_info_request"] = lambda *request: os.kill(os.getpid(), signal.S
     nb.write(new_notebook(cells=[new_code_cell(silent)]), path)
     # the child is a new process: another module shortens its limit
     (checkout / "site").mkdir()
-    shorten = "import reflib.lab.executing as e\ne.SHUTDOWN_SECONDS = 3\n"
+    shorten = "import reflib.lab.executing as e\ne.SHUTDOWN_SECONDS = 0.5\n"
     (checkout / "site" / "short.py").write_text(shorten + "e.main(e.Path(__import__('sys').argv[1]))\n")
     real = subprocess.Popen
 

@@ -227,9 +227,9 @@ def test_what_another_process_disturbs_is_timed_again(
 
 
 def test_a_hang_is_ended(file: Path, tmp_path: Path) -> None:
-    status = run.sweep(request(file, "hangs", backends=("reflib",), limit=8.0), tmp_path, lambda line: None)
+    status = run.sweep(request(file, "hangs", backends=("reflib",), limit=4.0), tmp_path, lambda line: None)
     (row,) = rows(tmp_path)
-    assert status == 1 and row.status == "timed out" and row.note == "after 8 s"
+    assert status == 1 and row.status == "timed out" and row.note == "after 4 s"
     if (pid := file.parent / "pid").exists():  # it had come as far as hanging
         assert gone([int(pid.read_text())])
 

@@ -45,7 +45,7 @@ def test_every_fault_is_a_row_and_the_rest_go_on(ops: Any) -> None:
         return torch.relu(ops.product(a, b) + 1)
 
     start = time.monotonic()
-    e = explained(f, a, b, tuning_imports=(str(OPS),), candidate_seconds=8.0)
+    e = explained(f, a, b, tuning_imports=(str(OPS),), candidate_seconds=4.0)
     seconds = time.monotonic() - start
     assert statuses(e) == {
         "eager": "ok", "wrong": "wrong", "crashing": "crashed", "starving": "error", "leaving": "crashed",
@@ -67,7 +67,7 @@ def test_what_opens_a_measurement_again_has_the_time_for_it(ops: Any) -> None:
     ways = [ops.leaving, ops.good]
     reflib.register_custom_op_autotuning(ops.product, configs=ways, input_gen_fns={"a": ops.slow_input})
     a, b = torch.randn(8, 48), torch.randn(48, 8)
-    options = {"tuning_imports": (str(OPS),), "candidate_seconds": 3.0}
+    options = {"tuning_imports": (str(OPS),), "candidate_seconds": 1.5}
     e = explained(lambda a, b: ops.product(a, b) + 2, a, b, **options)
     assert statuses(e) == {"eager": "ok", "leaving": "crashed", "good": "ok"}, e.decisions
     assert e.decisions[0].winner == "good"

@@ -32,12 +32,11 @@ def main() -> int:
     p.add_argument("--modes", default="forward,backward")
     p.add_argument("--only", default="", help="op names or patterns, by commas")
     p.add_argument("--limit", type=int, default=0, help="most samples of an op, spread evenly (0: all)")
-    p.add_argument("--batch", type=int, default=96, help="samples to one process and compiled library")
+    p.add_argument("--batch", type=int, default=96, help="samples to one process")
     p.add_argument("--jobs", type=int, default=1)
     p.add_argument("--seconds", type=float, default=float("inf"), help="stop then; a later call goes on")
     p.add_argument("--shard", default="1/1")
     p.add_argument("--seed", type=int, default=20240, help="of the samples' random numbers")
-    p.add_argument("--entry", choices=("aot", "dynamo"), default="aot", help="dynamo: all through torch.compile")
     p.add_argument(
         "--until", choices=("lower", "fuse", "schedule", "wrap"), default="wrap", help="interpret that stage's program"
     )
@@ -78,11 +77,14 @@ def run(a: argparse.Namespace, results: dict[str, Any]) -> None:
     import torch
 
     torch.set_num_threads(1)  # no pool of threads before the fork
-    import reflib.pipeline  # noqa: F401
+    import torch._dynamo
+
+    from tests.overheads import without_overheads
 
     from .samples import groups
     from .workers import run_tasks
 
+    without_overheads()
     patterns = [x for x in a.only.split(",") if x]
 
     def wanted(name: str) -> bool:
@@ -107,7 +109,7 @@ def run(a: argparse.Namespace, results: dict[str, Any]) -> None:
                 print(f"[{n} in {now - start:.0f} s] {dict(counts)}", file=sys.stderr, flush=True)
 
         tasks = make_tasks(found, a.limit, a.batch, set(results), a.shard)
-        run_tasks(tasks, a.jobs, tell, a.entry, a.until, a.device, a.until_time - time.monotonic())
+        run_tasks(tasks, a.jobs, tell, a.until, a.device, a.until_time - time.monotonic())
     print(f"{sum(counts.values())} samples in {time.monotonic() - start:.0f} s")
 
 

@@ -1,20 +1,19 @@
 """One sample, stage by stage: which graph, which program, which kernels, and which stage first goes wrong."""
 
+import traceback
 from typing import Any
 
 import torch
 
 from tests import checking
+from tests.stopping import Until
 
-from .batch import Library, Result, _compile, capture, tupled
+from .judging import compiled
 from .samples import Group, case, samples
 
 
 def show(key: str) -> int:
     """Print everything about the sample ``op|dtype|mode|number``; 1 if it is wrong."""
-    from reflib.options import Options
-    from reflib.pipeline import run
-
     op, dtype, mode, number = key.split("|")
     group = Group(op, dtype, mode)
     one = case(group, int(number), samples(group)[int(number)])
@@ -24,40 +23,20 @@ def show(key: str) -> int:
     wide = checking.call(one.fn, one.args, backward=one.backward, wide=True)
     print("eager:", eager.error or [_brief(t) for t in (*eager.leaves, *eager.grads)])
     bad = 0
-    for until in ("capture", "lower", "fuse", "schedule", "wrap"):
-        made = capture(one)
-        if made.error is not None:
-            print("AOTAutograd alone cannot capture it:", repr(made.error))
-            return 1
-        library, options = Library(Options(verify=True)), Options(verify=True)
-        library.options = options
-        if until == "capture":
-            for g in made.graphs:
-                print(g)
-        else:
-            error = _compile(made, options, library, Result(key, ""), until)
-            if error is not None:
-                raise error
-            if until == "wrap":
-                library.build()
-        for g in made.graphs:
+    for until in ("aot_eager", "lower", "fuse", "schedule", "wrap"):
+        seen: list[Any] = []
+        backend = until if until == "aot_eager" else Until(until, seen.append, fallback_random=True)
+        actual = checking.call(compiled(one, backend), one.args, backward=one.backward)
+        for s in seen:
             if until == "lower":
-                print(run(g, options, "lower").program)
+                print(s.graph, s.program, sep="\n")
             elif until == "wrap":
-                s = run(g, options, "generate")
-                assert s.kernels is not None
                 print(s.scheduled, *(k.source for k in s.kernels.values()), sep="\n")
-        assert made.compiled is not None
-        actual = checking.call(tupled(made.compiled), one.args, backward=one.backward)
         problems = checking.wrong(actual, eager, wide)
         print(f"== after {until}: {problems or 'right'}")
         if actual.error is not None:
-            import traceback
-
             traceback.print_exception(actual.error)
         bad = bad or bool(problems)
-        if problems and until == "capture":
-            print("   (with no stage of ours but the decompositions)")
     return int(bad)
 
 

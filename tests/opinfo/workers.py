@@ -23,16 +23,15 @@ from typing import Any
 
 import torch
 
-from .batch import Result, _brief, run_batch
+from .judging import Result, brief, run_case
 from .samples import Group, case, samples
 
 PATIENCE = 180  # seconds without a word
-CHUNK = 24  # samples that a child on a GPU captures before it runs them
 
 
 @dataclass(frozen=True)
 class Task:
-    """Samples ``numbers`` of each group, in one child and one library."""
+    """Samples ``numbers`` of each group, in one child."""
 
     parts: tuple[tuple[Group, tuple[int, ...]], ...]
 
@@ -73,9 +72,9 @@ class Child:
             setattr(self, name, value)
 
 
-def _work(pipe: Connection, errors: Path, entry: str, until: str, chunk: int) -> None:
-    """In the child: judge the samples of its task, saying where it is; with ``chunk`` so many at a time, and the tasks
-    that come after. errors: what takes stderr."""
+def _work(pipe: Connection, errors: Path, until: str, stays: bool) -> None:
+    """In the child: judge the samples of its task, saying where it is; and those of the tasks that come after, if it
+    ``stays``. errors: what takes stderr."""
 
     def say(**message: Any) -> None:
         pipe.send(message)
@@ -87,31 +86,29 @@ def _work(pipe: Connection, errors: Path, entry: str, until: str, chunk: int) ->
     torch.set_num_threads(1)
     try:
         while True:
-            cases = []
             for group, numbers in pipe.recv().parts:
                 say(at=f"{group.name}|{numbers[0]}", phase="samples")
                 all_samples = samples(group)
-                cases += [case(group, n, all_samples[n]) for n in numbers]
-            for start in range(0, len(cases), chunk or len(cases)):
-                run_batch(cases[start : start + (chunk or len(cases))], say, entry=entry, until=until)
+                for n in numbers:
+                    say(result=run_case(case(group, n, all_samples[n]), say, until))
             say(idle=True)
-            if not chunk:
+            if not stays:
                 break
     except BaseException as e:
         where = traceback.extract_tb(e.__traceback__)[-1]
-        say(died=f"{type(e).__name__}: {_brief(e)} ({os.path.basename(where.filename)}:{where.lineno})")
+        say(died=f"{type(e).__name__}: {brief(e)} ({os.path.basename(where.filename)}:{where.lineno})")
     finally:
         os._exit(0)  # none of the parent's clean-up
 
 
-def _children(folder: str, device: str, entry: str, until: str) -> Iterator[Child]:
+def _children(folder: str, device: str, until: str) -> Iterator[Child]:
     """New processes, on a GPU for the visible devices by turns."""
     context: Any = multiprocessing.get_context("spawn" if _stays(device) else "fork")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     for n, card in enumerate(itertools.cycle(_cards() if device == "cuda" else [visible])):
         ours, theirs = context.Pipe()
         errors = Path(folder, str(n))
-        args = (theirs, errors, entry, until, CHUNK * _stays(device))
+        args = (theirs, errors, until, _stays(device))
         process = context.Process(target=_work, args=args, daemon=True)
         if device == "cuda":
             os.environ["CUDA_VISIBLE_DEVICES"] = str(card)
@@ -137,7 +134,6 @@ def run_tasks(
     tasks: Iterable[Task],
     jobs: int,
     tell: Callable[[Result], None],
-    entry: str = "aot",
     until: str = "wrap",
     device: str = "cpu",
     seconds: float = float("inf"),
@@ -145,12 +141,11 @@ def run_tasks(
     """Run all tasks, ``jobs`` at a time, or what can be had of them in ``seconds``. ``tell`` gets one Result for every
     sample."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        _run(iter(tasks), _children(folder, device, entry, until), jobs, tell, entry, _stays(device), seconds)
+        _run(iter(tasks), _children(folder, device, until), jobs, tell, _stays(device), seconds)
 
 
 def _run(
-    waiting: Iterator[Task], new: Iterator[Child], jobs: int, tell: Callable[[Result], None], entry: str, stay: bool,
-    seconds: float,
+    waiting: Iterator[Task], new: Iterator[Child], jobs: int, tell: Callable[[Result], None], stay: bool, seconds: float
 ) -> None:  # fmt: skip
     again = list[Task]()
     running, idle = dict[Connection, Child](), list[Child]()
@@ -169,7 +164,7 @@ def _run(
             except EOFError:
                 del running[child.pipe]
                 child.process.join()
-                again += _aftermath(child, entry, tell)
+                again += _aftermath(child, tell)
             if child.idle and stay:
                 idle.append(running.pop(child.pipe))
         for child in running.values():
@@ -180,21 +175,15 @@ def _run(
         child.process.kill()
 
 
-def _aftermath(child: Child, entry: str, tell: Callable[[Result], None]) -> list[Task]:
-    """What is left to do after a child ended, early or not. Names the culprit, or halves the task to find it."""
+def _aftermath(child: Child, tell: Callable[[Result], None]) -> list[Task]:
+    """What is left to do after a child ended, early or not: all but the sample that it was at."""
     rest, died = child.task.without(child.done), child.died
-    keys = rest.keys()
-    if not keys:
+    if not (keys := rest.keys()):
         return []
-    at = child.at if child.at in keys else ""
-    if len(keys) == 1:
-        at = keys[0]
-    if at and (child.phase in ("capture", "compile", "run", "aot_eager") or len(keys) == 1):
-        status = "timeout" if died == "timeout" else "error" if died else "crash"
-        last = child.errors.read_text(errors="replace").strip().splitlines()[-1:] if status == "crash" else []
-        why = " ".join([f"{child.phase}: {died or f'signal {-child.process.exitcode}'}", *last])
-        tell(Result(at, status, why[:400], entry=entry))
-        rest = rest.without({at})
-        return [rest] if rest.parts else []
-    half = set(keys[len(keys) // 2 :])
-    return [t for t in (rest.without(half), rest.without(set(keys) - half)) if t.parts]
+    at = child.at if child.at in keys else keys[0]
+    status = "timeout" if died == "timeout" else "error" if died else "crash"
+    last = child.errors.read_text(errors="replace").strip().splitlines()[-1:] if status == "crash" else []
+    why = " ".join([f"{child.phase}: {died or f'signal {-child.process.exitcode}'}", *last])
+    tell(Result(at, status, why[:400]))
+    rest = rest.without({at})
+    return [rest] if rest.parts else []
