@@ -11,7 +11,6 @@ import torch
 
 from reflib.lab.timing import Samples
 from tests.bench import children, products, quiet
-from tests.bench.contenders import US
 from tests.processes import running, soon
 
 # a worker in a session of its own, whose parent does not wait for it
