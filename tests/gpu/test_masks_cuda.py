@@ -7,11 +7,30 @@ import torch
 import torch.nn.functional as F
 
 from tests.checking import check
-from tests.cpu.test_attention import by_keys, learned, written_later
 from tests.cpu.test_masks import everything, of_documents, of_the_input, window
 from tests.semantics import Compiled
 
 Mask = Callable[[torch.Tensor], torch.Tensor]
+
+
+def hiding(q, keep):
+    return torch.zeros_like(keep, dtype=q.dtype).masked_fill(~keep, torch.finfo(q.dtype).min)[:, None, None]
+
+
+def by_keys(q, k, v, keep):
+    return (q @ k.mT * 0.3 + hiding(q, keep)).softmax(-1) @ v
+
+
+def written_later(q, k, v, keep):
+    mask = torch.zeros_like(keep, dtype=q.dtype)
+    mask[~keep] = torch.finfo(q.dtype).min
+    return (q @ k.mT * 0.3 + mask[:, None, None]).softmax(-1) @ v
+
+
+def learned(q, k, v, keep):
+    """(As T5's bias.)"""
+    mask = hiding(q, keep) + (q[:1, :1, :1, :1] * 0).expand(1, 1, q.shape[2], k.shape[2])
+    return (q @ k.mT * 0.3 + mask).softmax(-1) @ v
 
 
 @pytest.mark.parametrize("mask", [everything, of_documents, of_the_input, window])

@@ -12,7 +12,7 @@ namespace {
 const struct {
   const char *name;
   bool needed;
-} names[] = {@FUNCTIONS@};
+} functions[] = {@FUNCTIONS@};
 
 template <class F>
 F *function(const char *name) {
@@ -25,10 +25,10 @@ F *function(const char *name) {
 
 const Torch &torch() {
   static const Torch table = [] {
-    void *found[sizeof names / sizeof *names];
+    void *found[sizeof functions / sizeof *functions];
     static_assert(sizeof found == sizeof(Torch), "host.h names as many functions");
-    for (size_t i = 0; i < sizeof names / sizeof *names; ++i)
-      found[i] = names[i].needed ? (void *)function<void()>(names[i].name) : dlsym(RTLD_DEFAULT, names[i].name);
+    for (size_t i = 0; i < sizeof functions / sizeof *functions; ++i)
+      found[i] = functions[i].needed ? (void *)function<void()>(functions[i].name) : dlsym(RTLD_DEFAULT, functions[i].name);
     Torch t;
     memcpy((void *)&t, found, sizeof t);
     return t;
