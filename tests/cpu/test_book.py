@@ -394,7 +394,8 @@ def test_what_is_wrong_with_pages_is_found(tmp_path: Path) -> None:
         "a.html: c.html is not there", "a.html: b.html#gone has no such anchor", "a.html: no.png is not there",
     ]  # fmt: skip
     assert book_checks.wordless_figures(tmp_path) == [
-        "a.html: figure 2 (<figure>) has no alt text", "a.html: figure 3 (<figure>) has no caption",
+        "a.html: figure 1 (<img>) has no caption", "a.html: figure 3 (<figure>) has no alt text",
+        "a.html: figure 4 (<figure>) has no caption",
     ]  # fmt: skip
     (tmp_path / "book").mkdir()
     for page in ("index", "b"):
