@@ -146,7 +146,6 @@ def _by_rows(loops: LoopNest, rows: int, buffers: dict[str, Buffer]) -> tuple[Lo
 
 
 # -- pieces -----------------------------------------------------------------------------------------
-
 def _pieces(
     program: Program, depends: Dependencies, position: int, loops: LoopNest, options: Options, target: Target
 ) -> tuple[int, int]:
