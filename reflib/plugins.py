@@ -9,7 +9,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "pipeline.COMPILE": {
         "begin": "api:begun",
         "repro": "observed:observed",
-        "budget": "capture.saved:within_budget",
+        "budget": "capture.budget:within_budget",
         "recomputable": "capture.recomputable:with_more",
         "launches": "capture.triton_there:compiled_with_launches",
     },
@@ -45,7 +45,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "returned": "capture.returned:views_of_inputs",
         "written": "capture.saved:save_before_written",
         "copied_inputs": "capture.saved:copy_again",
-        "budget": "capture.saved:save_random",
+        "budget": "capture.budget:save_random",
         "callers": "capture.saved:mark_callers",
     },
     "pipeline.AROUND": {
@@ -68,7 +68,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "pipeline.VERIFY": {"verify": "ir.verify:verify"},
     "options.NORMALIZE": {
         "repro": "observed:folder",
-        "activation_memory_budget": "capture.saved:budget",
+        "activation_memory_budget": "capture.budget:budget",
         "trace": "observed:trace_folder",
         "lookup_table": "tables:normalize_lookup",
         "c_shims": "c_shims:normalize",

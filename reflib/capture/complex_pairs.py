@@ -9,7 +9,7 @@ two real tensors, it is one kernel::
     view_as_real(z)           cat([z.re[..., None], z.im[..., None]], -1)
 
 Complex nodes that one op connects are rewritten together, if every op on them has a rule here, and none is a result of
-the graph. A complex input is read as real once, and a Fourier transform reads and writes pairs. Forward
+the graph. A complex input is read as real once, and a Fourier transform reads and writes pairs (``spectra``). Forward
 and backward are one graph still, so that what is saved between them is real, too. With ``numerics="eager"`` nothing is
 changed: a product with a real number leaves out that with zero.
 
@@ -25,32 +25,10 @@ from torch.fx import GraphModule, Node, map_arg
 
 from ..options import Options
 from .copies import copied
-from .random import LIBRARY
+from .spectra import SPECTRA
 
 aten = torch.ops.aten
 PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-
-# ATen's Fourier transforms with a last dimension (real, imaginary) in the place of each complex tensor: the same memory
-# seen otherwise, so nothing is copied. A C++ wrapper calls ATen's (``wrap/aten``).
-LIBRARY.define("fft_r2c(Tensor x, int[] dim, int normalization, bool onesided) -> Tensor")
-LIBRARY.define("fft_c2c(Tensor x, SymInt[] dim, int normalization, bool forward) -> Tensor")
-LIBRARY.define("fft_c2r(Tensor x, int[] dim, int normalization, SymInt last_dim_size) -> Tensor")
-
-
-def _of_pairs(op: Any) -> Callable[..., torch.Tensor]:
-    def transform(x: torch.Tensor, *args: Any) -> torch.Tensor:
-        out = op(x if op is aten._fft_r2c.default else torch.view_as_complex(x), *args)
-        return torch.view_as_real(out) if out.is_complex() else out
-
-    return transform
-
-
-SPECTRA: dict[Any, Any] = {}  # ATen's op: ours
-for _name in ("fft_r2c", "fft_c2c", "fft_c2r"):
-    _op = getattr(aten, f"_{_name}").default
-    LIBRARY.impl(_name, _of_pairs(_op), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"reflib::{_name}", _of_pairs(_op), lib=LIBRARY)
-    SPECTRA[_op] = getattr(torch.ops.reflib, _name).default
 
 
 class Pair(NamedTuple):

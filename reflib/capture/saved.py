@@ -1,8 +1,5 @@
-"""What the forward saves for the backward: what torch's partitioner is told beside the graph, by tags or by a budget.
+"""What the forward saves for the backward: tags that tell torch's partitioner. (``budget`` limits it.)
 
-- **A budget**: ``Options(activation_memory_budget=...)``, which torch's partitioner keeps.
-- **Random numbers** are saved: computed again they would be others, and gradients would be of another function. Below a
-  budget of 1 torch's partitioner does that (pytorch#190758).
 - **What is read of an input that the call also writes** is saved. Torch recomputes what is cheap from the inputs: of
   ``y = w * b.exp(); b.mul_(0.5)`` the backward gets ``b`` and takes its exponential. By then ``b`` has its new value:
   its gradient is wrong if the graph writes ``b``, and autograd refuses the tensor if AOTAutograd writes it after the
@@ -15,63 +12,22 @@
   transpose, a slice of an index tensor.) Which values are such is noted for ``plan/order``.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._functorch import config
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..errors import OptionError
 from ..options import Options
 from .clones import roots
 from .random import after_the_forward
 from .repeats import storages
 
 aten = torch.ops.aten
-LEAST_BUDGET = 1e-9  # that nothing fits into, but not 0
 LEAST_COPY = 1 << 16  # bytes; for fewer no kernel is worth its launch
 CALLERS = "reflib_callers"  # in a node's meta, which goes with it when the graph is cut in two
-
-
-# -- the budget -------------------------------------------------------------------------------------
-def within_budget(compile: Callable[..., Any], backend: Any, module: GraphModule, inputs: Sequence[Any]) -> Any:
-    """``compile``, with the budget of ``backend.options`` for all that is cut in forward and backward."""
-    budget = backend.options.activation_memory_budget
-    if budget is None:
-        return compile(backend, module, inputs)
-    with config.patch(activation_memory_budget=budget):
-        return compile(backend, module, inputs)
-
-
-def budget(value: object) -> float:
-    """A budget that is given. Raises OptionError for anything but a number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise OptionError(f"option activation_memory_budget={value!r:.200}: must be None or a number from 0 to 1")
-    return float(value)
-
-
-# -- tags -------------------------------------------------------------------------------------------
-def save_random(joint: GraphModule, options: Options, gpu: bool) -> GraphModule:
-    """Tag what draws numbers. At a budget of 0 torch saves inputs alone, whatever is tagged; so where something must be
-    saved, it gets the next larger one."""
-    must = [n for n in joint.graph.nodes if _draws(n)]
-    for node in must:
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    if must and config.activation_memory_budget == 0:
-        must[0].meta["memory_budget"] = LEAST_BUDGET
-    return joint
-
-
-def _draws(node: Node) -> bool:
-    tag = node.meta.get("recompute")
-    if tag is not None or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return tag == CheckpointPolicy.MUST_SAVE
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    given = dict(zip((a.name for a in arguments), node.args)) | node.kwargs
-    return given.get("dropout_p", 0.0 if any(a.name == "dropout_p" for a in arguments) else 1.0) != 0  # attention's
 
 
 def save_before_written(joint: GraphModule, options: Options, gpu: bool) -> GraphModule:

@@ -32,7 +32,8 @@ from ..seams import Seam
 from ..target import Target
 from .axes import Space, layout, step
 
-# (traffic of each part, Target, Options) -> Config of kernels of a shape of their own, which assumes nothing; or None.
+# (traffic of each part, Target, Options, general) -> (Config, what it assumes), of kernels of a shape of their own, or
+# None.
 SHAPES = Seam("schedule.SHAPES")
 # (Config, traffic, Target) -> Config, where memory is not read in order: rows that are not aligned, strides.
 ADJUST = Seam("schedule.ADJUST")
@@ -119,8 +120,8 @@ def _config(
     main: Traffic, traffic: list[Traffic], target: Target, options: Options, general: bool = False
 ) -> tuple[Config, tuple[Assume, ...]]:
     for shape in SHAPES.values():
-        if (found := shape(traffic, target, options)) is not None:
-            return found, ()
+        if (found := shape(traffic, target, options, general)) is not None:
+            return found
     if rows := [t for t in traffic if t.space.mode == "reduction"]:
         main = max(rows, key=lambda t: t.space.x.size.hint())
         config, facts = _reduction(main, target, options, general)

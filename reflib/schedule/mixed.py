@@ -12,13 +12,15 @@ the assembler is told (a layer norm of 1,024 columns takes 147).
 
 from ..errors import GenerateError
 from ..fuse.mix_order import HELD, REGISTERS, THREADS, block, column_sums, per_element, rows_held
-from ..ir.program import Config
+from ..ir.program import Assume, Config
 from ..options import Options
 from ..target import Target
 from .heuristics import Traffic
 
 
-def mixed(traffic: list[Traffic], target: Target, options: Options) -> Config | None:
+def mixed(
+    traffic: list[Traffic], target: Target, options: Options, general: bool
+) -> tuple[Config, tuple[Assume, ...]] | None:
     """The launch of a kernel with column sums, which is one part; None for others."""
     t = traffic[0]
     sums = column_sums(t.part)
@@ -37,4 +39,4 @@ def mixed(traffic: list[Traffic], target: Target, options: Options) -> Config | 
     two = two and xblock * rblock * each <= REGISTERS * THREADS / 2
     warps = 16 if xblock == 1 and rblock >= HELD and not two else 8
     extras = (("registers", 2**15),) if two and target.kind == "cuda" else ()  # of its threads, at most
-    return Config("mixed", xblock, rblock, max(1, min(warps, xblock * rblock // (4 * target.warp))), extras=extras)
+    return Config("mixed", xblock, rblock, max(1, min(warps, xblock * rblock // (4 * target.warp))), extras=extras), ()

@@ -7,7 +7,7 @@ would give, and static and symbolic lengths agree. Where memory runs across rows
 program holds as many rows as fill a sector; which of the two it is depends on strides along the row, and on no size.
 """
 
-from ..ir.program import Config
+from ..ir.program import Assume, Config
 from ..options import Options
 from ..target import Target
 from .axes import step
@@ -18,7 +18,9 @@ COLUMN_LANES = 128
 FULL = 4096  # elements of a program
 
 
-def one_order(traffic: list[Traffic], target: Target, options: Options) -> Config | None:
+def one_order(
+    traffic: list[Traffic], target: Target, options: Options, general: bool
+) -> tuple[Config, tuple[Assume, ...]] | None:
     """The launch of a kernel that reduces, of parts with rows of one length; None for others."""
     rows = [t for t in traffic if t.space.mode == "reduction" and options.batch_invariant]
     if not rows:
@@ -37,4 +39,4 @@ def one_order(traffic: list[Traffic], target: Target, options: Options) -> Confi
     while xblock > 1 and count < xblock * target.units:
         xblock //= 2
     warps = nearest_pow2(min(8, max(1, xblock * lanes / (target.warp * 8))))
-    return Config("one_order", xblock, lanes, warps)
+    return Config("one_order", xblock, lanes, warps), ()

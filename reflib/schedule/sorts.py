@@ -11,7 +11,7 @@ takes 2.7 times the instructions of blocks of one warp. Of two scans (a gradient
 """
 
 from ..ir.loops import Scan
-from ..ir.program import Config
+from ..ir.program import Assume, Config
 from ..ir.traffic import SECTOR
 from ..options import Options
 from ..target import Target
@@ -21,7 +21,9 @@ LANES = 32  # rows that lanes go along
 HELD = 32  # elements per thread, at most
 
 
-def sorts(traffic: list[Traffic], target: Target, options: Options) -> Config | None:
+def sorts(
+    traffic: list[Traffic], target: Target, options: Options, general: bool
+) -> tuple[Config, tuple[Assume, ...]] | None:
     """The launch of a kernel with a sort; None for others."""
     found = [t for t in traffic if any(isinstance(s, Scan) and s.kind == "sort" for s in t.space.body)]
     if not found:
@@ -39,10 +41,12 @@ def sorts(traffic: list[Traffic], target: Target, options: Options) -> Config | 
     else:
         xblock, warps = 1, 1
     xblock, warps = filling(rows, xblock, warps, target)
-    return Config("persistent", xblock=xblock, rblock=rblock, num_warps=warps)
+    return Config("persistent", xblock=xblock, rblock=rblock, num_warps=warps), ()
 
 
-def scans(traffic: list[Traffic], target: Target, options: Options) -> Config | None:
+def scans(
+    traffic: list[Traffic], target: Target, options: Options, general: bool
+) -> tuple[Config, tuple[Assume, ...]] | None:
     """The launch of a kernel that scans long rows by exponentials, and does nothing else along them; else None."""
     found = [t for t in traffic if any(isinstance(s, Scan) and s.kind == "logsumexp" for s in t.space.body)]
     if len(traffic) != 1 or not found or found[0].passes > 1 or found[0].columns():
@@ -57,4 +61,4 @@ def scans(traffic: list[Traffic], target: Target, options: Options) -> Config | 
     while warps < 16 and length > block * warps and rows * warps < 16 * target.units:
         warps *= 2
     rblock = min(block * warps, block * warps // 2, key=lambda n: (-(-length // n) * n, -n))
-    return Config("looped", xblock=1, rblock=rblock, num_warps=warps)
+    return Config("looped", xblock=1, rblock=rblock, num_warps=warps), ()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..c_shims import Shim, check, op_of, parse
-from ..capture.complex_pairs import SPECTRA
+from ..capture.spectra import SPECTRA
 from ..errors import OptionError
 from ..ir.expr import Expr, Sym
 from ..ir.program import Buffer, Extern, View, full_view, symbols_in
