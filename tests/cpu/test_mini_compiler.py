@@ -47,37 +47,39 @@ def test_the_chapter_has_ten_steps_in_the_order_of_the_book() -> None:
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("number", range(1, len(STEPS) + 1), ids=list(STEPS))
-def test_each_step_is_a_module_and_the_same_as_eager(number: int, tmp_path: Path) -> None:
+def test_each_step_is_a_module_and_the_same_as_eager(number: int) -> None:
     m = module_after(number)
     model, x = block()
-    names, weights = zip(*model.named_parameters())
-    own = lambda given: dict(zip(names, given))  # noqa: E731
-    graph = m["trace"](lambda x, *w: torch.func.functional_call(model, own(w), (x,)), x, *weights)
+    graph, inputs = m["trace_module"](model, x)
     with torch.no_grad():
-        assert close(torch.fx.GraphModule({}, graph)(x, *weights), model(x))
+        assert close(torch.fx.GraphModule({}, graph)(dict(model.named_parameters()), (x,)), model(x))
         if number < IT_RUNS:
             return
         for node in graph.nodes:  # every choice, also those that tuning would not make
             node.meta["own"] = number > TITLES.index("products") and m["op_of"](node) in m["CALL"]
             node.meta["online"] = True
-        singles = [[n] for n in graph.nodes if m["op_of"](n) in {*m["RULES"], *m["CALL"]}]
+        singles = [[n] for n in graph.nodes if m["op_of"](n) in {*m["FORMULA"], *m["REDUCTION"], *m["CALL"]}]
         groups = m["fuse"](graph) if "fuse" in m else singles
         kernels = m["lowered"](graph, groups)
         assert (len(kernels) < 14) == ("fuse" in m)
-        launch = m["load"](*m["build"](kernels, "cpu", tmp_path))
-        assert close(m["linked"](m["wrapper"](graph, kernels), launch, "cpu")(x, *weights), model(x))
+        assert close(m["load"](m["build"](graph, kernels, "cpu"))(*inputs), model(x))
 
 
 def test_a_package_is_what_was_compiled(tmp_path: Path) -> None:
     m = module_after(len(STEPS))
     model, x = block()
     with torch.no_grad():
-        made = m["compiled"](model, x)
-        m["save"](made, tmp_path / "block.mini")
+        program = m["compiled"](model, x)
+        made = m["load"](program)
+        m["save"](program, tmp_path / "block.mini")
         assert close(made(x), model(x))
         assert torch.equal(m["opened"](tmp_path / "block.mini")(x), made(x))
         other = torch.randn_like(x)
         assert close(made(other), model(other)), "nothing of the first call is kept"
+
+
+def test_it_has_at_most_300_lines() -> None:
+    assert growing.code_lines(growing.grown(STEPS.values())) <= 300
 
 
 IN_THE_INTERPRETER = """
@@ -93,9 +95,9 @@ def through(*args):
     for node in graph.nodes:
         node.meta["own"] = node.meta["online"] = True
     kernels = lowered(graph, fuse(graph))
-    assert not any(k.body[0][0] == "call" for k in kernels)
-    launch = load(*build(kernels, "cuda", pathlib.Path(sys.argv[1]).parent))
-    return linked(wrapper(graph, kernels), launch, "cpu")(*args)
+    assert not any(is_call(k.nodes) for k in kernels)
+    program = build(graph, kernels, "cuda")
+    return load(program | {"text": program["text"].replace("'cuda'", "'cpu'")})(*args)
 
 def f(x, w, b):
     y = torch.softmax(x @ w.t() + b, -1)
