@@ -16,6 +16,7 @@ NB: in TorchInductor (``memory_planning``, ``memory_pool="combined"``) buffers i
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -48,6 +49,13 @@ class Storage:
     last: int
     size: Expr
     at: Expr = field(default_factory=lambda: expr(0))
+
+    @property
+    def end(self) -> Expr:
+        return self.at + self.size
+
+    def meets(self, other: Storage) -> bool:
+        return self.first <= other.last and other.first <= self.last
 
 
 def in_arena(s: Any) -> tuple[Program, Plan]:
@@ -91,7 +99,7 @@ def sizes_of_arenas(program: Program, plan: Plan) -> dict[str, str]:
 
 def assign(given: list[Storage]) -> Expr:
     """Set every ``at``; the bytes of the arena."""
-    total, places = min((_packed(given, forward) for forward in (True, False)), key=lambda way: way[0].hint())
+    total, places = min((_Heap().packed(given, forward) for forward in (True, False)), key=lambda way: way[0].hint())
     for s, at in zip(given, places):
         s.at = at
     return total
@@ -99,54 +107,94 @@ def assign(given: list[Storage]) -> Expr:
 
 @dataclass(eq=False, slots=True)
 class _Span:
-    """Bytes of the arena. ``free``: nothing lies in them."""
+    """Bytes between two other spans (None: the arena's start, or what lies in nothing). ``key``: among the free ones;
+    None: something lies in it."""
 
     at: Expr
     size: Expr
-    free: bool = False
+    before: _Span | None = None
+    after: _Span | None = None
+    key: tuple[int, int] | None = None
 
 
-def _packed(given: list[Storage], forward: bool) -> tuple[Expr, list[Expr]]:
-    """The bytes, and where each begins, with time as it runs or in reverse."""
-    times = [(s.first, s.last) if forward else (-s.last, -s.first) for s in given]
-    spans: list[_Span] = []  # in the order of their addresses, without gaps from 0 on; the last one is not free
-    alive: list[tuple[int, int, _Span]] = []
-    total, places = expr(0), [expr(0)] * len(given)
-    for i in sorted(range(len(given)), key=lambda i: (times[i][0], -given[i].size.hint())):
-        while alive and alive[0][0] < times[i][0]:
-            _release(spans, heapq.heappop(alive)[2])
-        span = _taken(spans, given[i].size)
-        if span is spans[-1]:
-            total = maximum(total, span.at + span.size)
-        heapq.heappush(alive, (times[i][1], i, span))
-        places[i] = span.at
-    return total, places
+class _Heap:
+    """Spans in the order of their addresses, from 0 to the end of the last one, which is not free."""
 
+    def __init__(self) -> None:
+        self.last: _Span | None = None
+        self.free: dict[tuple[int, int], _Span] = {}
+        self.keys: list[tuple[int, int]] = []  # of ``free``: (size at the hints, number), in order
+        self.total, self.made = expr(0), 0
 
-def _taken(spans: list[_Span], size: Expr) -> _Span:
-    """Of the free span that is smallest, among those in which ``size`` fits at all sizes; else after the last."""
-    large = [s for s in spans if s.free and s.size.hint() >= size.hint()]
-    span = next((s for s in sorted(large, key=lambda s: s.size.hint()) if nonneg(s.size - size)), None)
-    if span is None:
-        spans.append(_Span(spans[-1].at + spans[-1].size if spans else expr(0), size))
-        return spans[-1]
-    if span.size != size:
-        spans.insert(spans.index(span) + 1, _Span(span.at + size, span.size - size, True))
-    span.size, span.free = size, False
-    return span
+    def packed(self, given: list[Storage], forward: bool) -> tuple[Expr, list[Expr]]:
+        """The bytes, and where each begins, with time as it runs or in reverse."""
+        times = [(s.first, s.last) if forward else (-s.last, -s.first) for s in given]
+        alive: list[tuple[int, int, _Span]] = []
+        places = [expr(0)] * len(given)
+        for i in sorted(range(len(given)), key=lambda i: (times[i][0], -given[i].size.hint())):
+            while alive and alive[0][0] < times[i][0]:
+                self._release(heapq.heappop(alive)[2])
+            span = self._taken(given[i].size)
+            heapq.heappush(alive, (times[i][1], i, span))
+            places[i] = span.at
+        return self.total, places
 
+    def _taken(self, size: Expr) -> _Span:
+        """Of the free span that is smallest, among those in which ``size`` fits at all sizes; else after the last."""
+        for key in self.keys[bisect_left(self.keys, (size.hint(), 0)) :]:
+            span = self.free[key]
+            if nonneg(span.size - size):
+                self._remove(span)
+                if span.size != size:
+                    rest = self._insert(_Span(span.at + size, span.size - size, span, span.after))
+                    self._add(rest)
+                    span.size = size
+                return span
+        last = self.last
+        span = self._insert(_Span(expr(0) if last is None else last.at + last.size, size, last))
+        self.total = maximum(self.total, span.at + size)
+        return span
 
-def _release(spans: list[_Span], span: _Span) -> None:
-    """Nothing lies in it any more: it is joined with free neighbours."""
-    at = spans.index(span)
-    for i in (at + 1, at - 1):
-        if 0 <= i < len(spans) and spans[i].free:
-            other = spans.pop(i)
-            span.at = other.at if i < at else span.at
-            span.size = span.size + other.size
-    if span is spans[-1]:
-        spans.pop()
-    span.free = True
+    def _release(self, span: _Span) -> None:
+        """Nothing lies in it any more: it is joined with free neighbours."""
+        for other in (span.before, span.after):
+            if other is not None and other.key is not None:
+                self._remove(other)
+                span.at = other.at if other is span.before else span.at
+                span.size = span.size + other.size
+                self._unlink(other)
+        if span is self.last:
+            self._unlink(span)
+        else:
+            self._add(span)
+
+    def _add(self, span: _Span) -> None:
+        self.made += 1
+        span.key = span.size.hint(), self.made
+        self.free[span.key] = span
+        insort(self.keys, span.key)
+
+    def _remove(self, span: _Span) -> None:
+        assert span.key is not None
+        del self.free[span.key], self.keys[bisect_left(self.keys, span.key)]
+        span.key = None
+
+    def _insert(self, span: _Span) -> _Span:
+        if span.before is not None:
+            span.before.after = span
+        if span.after is not None:
+            span.after.before = span
+        else:
+            self.last = span
+        return span
+
+    def _unlink(self, span: _Span) -> None:
+        if span.before is not None:
+            span.before.after = span.after
+        if span.after is not None:
+            span.after.before = span.before
+        else:
+            self.last = span.before
 
 
 def storages(program: Program, plan: Plan, allowed: Callable[[list[str], set[str]], bool]) -> Iterator[Storage]:
