@@ -127,17 +127,19 @@ def synchronize(device: torch.device) -> None:
 
 
 # -- the host's clock -------------------------------------------------------------------------------
-def wall_sampler(fn: Fn, device: torch.device, flush: Fn | None = None, unit: int = 1) -> Sampler:
-    """perf_counter around a loop long enough to time, waiting for the device at its end."""
+def wall_sampler(
+    fn: Fn, device: torch.device, flush: Fn | None = None, unit: int = 1, now: Sampler = time.perf_counter
+) -> Sampler:
+    """``now`` around a loop long enough to time, waiting for the device at its end."""
 
     def sample(calls: int) -> float:
         if flush:
             flush()
         synchronize(device)
-        start = time.perf_counter()
+        start = now()
         loop(fn, calls)
         synchronize(device)
-        return time.perf_counter() - start
+        return now() - start
 
     sample(unit)
     calls = unit

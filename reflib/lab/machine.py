@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import os
 import platform
 import re
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reflib.errors import LabError
+from reflib.lab.timing import CPU_CLOCK
 
 if TYPE_CHECKING:
     import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+# glibc's: no mapping of its own for a large piece, and up to 2 GiB of free memory at the end of the heap are kept
+MALLOC_OPTIONS = {-4: 0, -1: 2**31 - 1}  # M_MMAP_MAX, M_TRIM_THRESHOLD
+KEEP_PAGES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
+CORES_ENOUGH, CORES_SECONDS = 0.75, 0.1  # of the threads; how long to look
 
 
 @dataclass(frozen=True)
@@ -116,6 +124,50 @@ def busy() -> str:
     if load <= cores:
         return ""
     return f"{load:.1f} programs compete for {cores} cores: times will vary, most of all those of threaded loops"
+
+
+def use_free_cores() -> str:
+    """Gives PyTorch as many threads as get a core of their own here; returns what it changed, in words.
+
+    A loop ends when its last thread does. Where two threads share a core with another program, that is a slice of the
+    scheduler later, many times what the loop takes. Processes that this one starts get the same number.
+    """
+    import torch
+
+    threads, got = torch.get_num_threads(), cores_got()
+    if got > CORES_ENOUGH * threads:
+        return ""
+    free = max(1, int(got))
+    torch.set_num_threads(free)
+    os.environ["OMP_NUM_THREADS"] = str(free)
+    clock = ", timed by the processor's clock" if free == 1 else ""
+    if clock:
+        os.environ[CPU_CLOCK] = "processor"
+    return f"other programs leave {got:.1f} of {threads} cores; threads that PyTorch uses: {free}{clock}"
+
+
+def keep_pages() -> None:
+    """The C library keeps memory that a tensor has left, as PyTorch's allocator does on a GPU.
+
+    By itself it gives a large tensor's pages back to the system, and getting them again takes longer than to write
+    them: the times would be those of the system. Processes that this one starts do the same. Only glibc has this.
+    """
+    os.environ.update(KEEP_PAGES)
+    with contextlib.suppress(AttributeError, OSError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, value in MALLOC_OPTIONS.items():
+            mallopt(option, value)
+
+
+def cores_got() -> float:
+    """On how many cores PyTorch's threads ran at once: processor time per time, of a threaded loop."""
+    import torch
+
+    some = torch.rand(2**20)
+    start, used = time.perf_counter(), time.process_time()
+    while time.perf_counter() - start < CORES_SECONDS:
+        torch.exp(some, out=torch.empty_like(some))
+    return (time.process_time() - used) / (time.perf_counter() - start)
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Recorded rows: measurements of the notebooks on a GPU, stored beside them."""
 
+import difflib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -12,6 +13,14 @@ from reflib.lab.rows import Row, Rows
 
 FOLDER = "REFLIB_RECORDED"  # environment variable with another folder of recordings
 LIMIT_BYTES = 1_000_000
+ALIKE = 0.5  # of a claim's text: the rest may be its numbers
+OFF = " than predicted; "  # in the explanation of a prediction that failed, behind "less" or "more"
+
+
+class _Chapter:
+    """The recording that this notebook has asked for: its rows are drawn beside, its claims told beside."""
+
+    path: Path | None = None
 
 
 def folder() -> Path:
@@ -25,9 +34,26 @@ def folder() -> Path:
 def recorded(chapter: str, gpu: str = "h200") -> Rows:
     """The rows recorded for this chapter; empty without a recording."""
     path = folder() / f"{chapter}.{gpu}.json"
-    if not path.exists():
-        return Rows()
-    return load(path)[0]
+    _Chapter.path = path if path.exists() else None
+    return load(path)[0] if path.exists() else Rows()
+
+
+def recorded_claim(text: str, otherwise: str) -> str:
+    """What the recording says where this claim was made, "" if it was made on this device or has no such claim.
+
+    The claims of one call differ in their text, which has numbers in it, but share their explanation."""
+    from reflib.lab.session import current
+
+    if _Chapter.path is None:
+        return ""
+    data = json.loads(_Chapter.path.read_text(encoding="utf-8"))
+    device = data.get("shared", {}).get("device", "")
+    why = otherwise.split(OFF)[-1]
+    same = {c["claim"]: c.get("holds") for c in data["claims"] if c.get("otherwise", "").split(OFF)[-1] == why}
+    near = difflib.get_close_matches(text, [c for c, holds in same.items() if holds is not None], 1, ALIKE)
+    if not near or not device or device == current().machine.name:
+        return ""
+    return f"Recorded on {device}: {'✓' if same[near[0]] else '✗'} {near[0]}"
 
 
 def load(path: Path) -> tuple[Rows, list[dict[str, Any]]]:

@@ -97,6 +97,10 @@ def setup(
     given = {d.name: namespace[d.name] for d in declared if namespace and d.name in namespace}
     checked = validate(parameters, {**given, **values})
     device = machine.pick_device(str(checked["device"]))
+    fewer = ""
+    if namespace and device.type == "cpu" and not quiet:  # a notebook; both reach the processes that it starts, too
+        machine.keep_pages()
+        fewer = machine.use_free_cores()
     room = _room(device)
     for name, meanings in (auto or {}).items():
         if name not in known:
@@ -117,7 +121,7 @@ def setup(
     _Current.value = result
     if not quiet:
         print(result)
-        if warning := machine.busy():
+        for warning in filter(None, (machine.busy(), fewer)):
             print(f"busy      {warning}")
     return result
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,6 +33,11 @@ __all__ = [
     "interleave", "is_out_of_memory", "make_sampler", "quantile", "replay_seconds", "synchronize", "wall_sampler",
 ]  # fmt: skip
 
+# Environment variable: "processor" where other programs use the CPU (`machine.use_free_cores`). With one thread, the
+# processor's time is what the host's clock would show without them.
+CPU_CLOCK = "REFLIB_LAB_CPU_CLOCK"
+WIDE = 0.3  # of the least sample; on an idle CPU the middle half ends a few per cent above it
+
 Clock = Callable[[Callable[[], Any], "torch.device"], Sampler]
 
 
@@ -47,9 +54,18 @@ class Samples:
         return quantile(self.seconds, 0.5)
 
     @property
+    def least(self) -> float:
+        return min(self.seconds)
+
+    @property
     def spread(self) -> float:
         """The interquartile range."""
         return quantile(self.seconds, 0.75) - quantile(self.seconds, 0.25)
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether other programs are in the samples: the middle half is wide, or reaches far above the least."""
+        return quantile(self.seconds, 0.75) > (1 + WIDE) * self.least
 
 
 def make_sampler(
@@ -61,10 +77,12 @@ def make_sampler(
     if callable(clock):
         return clock(fn, device), getattr(clock, "__name__", "own"), ""
     if clock == "auto":
-        clock = "graph" if device.type == "cuda" else "wall"
-    if clock not in ("wall", "events", "graph"):
-        raise LabError(f"clock is {clock!r}; it must be auto, wall, events, graph or a function")
+        clock = "graph" if device.type == "cuda" else os.environ.get(CPU_CLOCK, "wall")
+    if clock not in ("wall", "processor", "events", "graph"):
+        raise LabError(f"clock is {clock!r}; it must be auto, wall, processor, events, graph or a function")
     flush = flusher(device) if cache == "cold" else None
+    if clock == "processor":
+        return wall_sampler(fn, device, flush, now=time.process_time), clock, ""
     if clock == "wall":
         return wall_sampler(fn, device, flush), clock, ""
     if device.type != "cuda":
