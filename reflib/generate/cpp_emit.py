@@ -16,7 +16,7 @@ from .cpp_nest import Nest, Segment, crossing_axis, depends_on, repeated, segmen
 
 PARALLEL_WORK = 32768  # cheap operations that are worth starting threads for
 SUM_BLOCK = 1024  # floats added up in float before the sum is added to a double
-TILE = 256  # columns per tile, each with its accumulators
+TILE, NARROW = 256, 64  # columns per tile, each with its accumulators: at most, and at least
 SQUARE = 64  # side of the tiles in which a transposed operand is read
 KEPT_ROW = 8192  # longest row of values that is kept from one pass for the next
 
@@ -51,7 +51,7 @@ def loop(a: Axis, start: str = "0", stop: str | None = None) -> str:
     return f"for (int64_t {v} = {start}; {v} < {stop or text.index(a.size)}; ++{v})"
 
 
-def tile_loop(a: Axis, tile: int) -> str:
+def tile_loop(a: Axis, tile: int | str) -> str:
     v = text.identifier(a.var.name)
     return f"for (int64_t {v}_from = 0; {v}_from < {text.index(a.size)}; {v}_from += {tile})"
 
@@ -164,7 +164,7 @@ class Emitter:
         with self.w.block(columns):
             self._statements(inner)
 
-    def _tile_end(self, name: str, axis: Axis, size: int) -> None:
+    def _tile_end(self, name: str, axis: Axis, size: int | str) -> None:
         self.w.line(f"const int64_t {name}_to = op::min<int64_t>({name}_from + {size}, {text.index(axis.size)});")
 
     def _checks(self, statements: Iterable[int]) -> bool:
@@ -242,13 +242,17 @@ class Emitter:
         column = self.nest.column
         assert column is not None
         c = text.identifier(column.var.name)
-        plenty = (product(a.size for a in self.nest.outer) * column.size).hint() >= 16 * TILE
-        tile = TILE if plenty else TILE // 4
-        if column.size.constant is not None:
-            tile = min(tile, column.size.constant)
+        tile = min(TILE, column.size.constant or TILE)
+        step: int | str = tile
+        columns = product(a.size for a in self.nest.outer) * column.size
+        if tile > NARROW and columns.hint() < 16 * TILE:
+            # a tile per thread, but no narrower than the lines of memory that a core fetches ahead
+            step = f"{c}_step"
+            width = f"op::tile_width({text.index(columns)}, threads, {NARROW}, {tile})"
+            self.w.line(f"const int64_t {step} = {width};")
         self._threads(len(self.nest.outer) + 1)
-        with self.w.blocks([*(loop(a) for a in self.nest.outer), tile_loop(column, tile)]):
-            self._tile_end(c, column, tile)
+        with self.w.blocks([*(loop(a) for a in self.nest.outer), tile_loop(column, step)]):
+            self._tile_end(c, column, step)
             parts = segments(self.loops)
             kept = self._kept(parts)
             self._scan_accumulators(f"[{tile}]")
@@ -284,7 +288,8 @@ class Emitter:
             self.w.line(f"{self._acc_type(i)} acc{i}[{tile}];")
             if i in blocked:
                 self.w.line(f"double total{i}[{tile}];")
-        with self.w.block(f"for (int64_t t = 0; t < {tile}; ++t)"):
+        in_tile = f"for (int64_t t = 0; t < {c}_to - {c}_from; ++t)"
+        with self.w.block(in_tile):
             for i in reduces:
                 self.w.line(f"acc{i}[t] = {text.start(self.body[i].kind, self.body[i].dtype)};")
                 if i in blocked:
@@ -296,11 +301,11 @@ class Emitter:
                 self._over_tile([i for i in plain if self.by_column[i]], kept, reduces)
             if blocked:
                 self.w.line("#pragma omp simd")
-                with self.w.block(f"for (int64_t t = 0; t < {c}_to - {c}_from; ++t)"):
+                with self.w.block(in_tile):
                     for i in blocked:
                         self.w.line(f"total{i}[t] += acc{i}[t]; acc{i}[t] = 0;")
         if reduces:
-            with self.w.block(f"for (int64_t t = 0; t < {tile}; ++t)"):
+            with self.w.block(in_tile):
                 for i in reduces:
                     value = f"(float)total{i}[t]" if i in blocked else f"acc{i}[t]"
                     self.w.line(f"kept{i}[t] = {value};")

@@ -62,6 +62,12 @@ template <class T> static inline T maximum(T a, T b) { return (a > b) | (a != a)
 template <class T> static inline T minimum(T a, T b) { return (a < b) | (a != a) ? a : b; }
 template <class T> static inline T max(T a, T b) { return a > b ? a : b; }
 template <class T> static inline T min(T a, T b) { return a < b ? a : b; }
+// width of a tile of columns: equal shares for the threads, whole vectors
+static inline int64_t tile_width(int64_t columns, int64_t threads, int64_t least, int64_t most) {
+  const int64_t share = (columns + threads - 1) / threads, tiles = (share + most - 1) / most;
+  const int64_t width = ((share + tiles - 1) / tiles + 15) / 16 * 16;
+  return min<int64_t>(most, width < least ? least : width);
+}
 
 // ---- floats ------------------------------------------------------------------------------------
 static inline float floor(float x) { return __builtin_floorf(x); }

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-# glibc's: no mapping of its own for a large piece, and up to 2 GiB of free memory at the end of the heap are kept
-MALLOC_OPTIONS = {-4: 0, -1: 2**31 - 1}  # M_MMAP_MAX, M_TRIM_THRESHOLD
-KEEP_PAGES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
+# glibc's: no mapping of its own for a large piece; free memory at the end of the heap is kept, and more is asked for
+MALLOC = {"MMAP_MAX": (-4, 0), "TRIM_THRESHOLD": (-1, 2**31 - 1), "TOP_PAD": (-2, 2**26)}
 CORES_ENOUGH, CORES_SECONDS = 0.75, 0.1  # of the threads; how long to look
 
 
@@ -152,10 +151,10 @@ def keep_pages() -> None:
     By itself it gives a large tensor's pages back to the system, and getting them again takes longer than to write
     them: the times would be those of the system. Processes that this one starts do the same. Only glibc has this.
     """
-    os.environ.update(KEEP_PAGES)
+    os.environ.update({f"MALLOC_{name}_": str(value) for name, (_, value) in MALLOC.items()})
     with contextlib.suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
-        for option, value in MALLOC_OPTIONS.items():
+        for option, value in MALLOC.values():
             mallopt(option, value)
 
 

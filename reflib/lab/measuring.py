@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     import torch
 
 Case = Callable[[], Any] | Peer
-MORE = 3  # times the samples, where other programs are in them
-LEAST = "least of the samples: the CPU is busy"
-
 PerCase = float | Mapping[str, float] | None
 
 
@@ -41,9 +38,9 @@ def measure(
 
     Each case is a function of no arguments, or `lab.peer(source)` for one that may crash. `bytes` and `flops` are what
     one call moves and computes, for all cases or as a mapping by case; they add rows in GB/s and TFLOP/s. `at` is the
-    point in a sweep. `clock` is "auto" (graph replay on a GPU, wall on a CPU), "graph", "events", "wall", or a function
-    `(fn, device) -> sampler`. `cache="cold"` flushes the last-level cache before each call. Times are in µs: the median
-    of the samples, or on a CPU that is busy with other programs the least of them.
+    point in a sweep. `clock` is "auto" (graph replay on a GPU, wall on a CPU, processor on a busy one), "graph",
+    "events", "wall", "processor" (this process's time on the cores), or a function `(fn, device) -> sampler`.
+    `cache="cold"` flushes the last-level cache before each call. Times are in µs.
     """
     from reflib.lab.session import current
 
@@ -51,13 +48,12 @@ def measure(
         raise LabError(f"measure({name!r}): no cases")
     device = device or current().device
     results = time_cases(cases, clock, cache, rounds, budget_s, device)
-    least = is_disturbed(results.values(), device)
     clock_name = clock if isinstance(clock, str) else getattr(clock, "__name__", "own")
     shared = {"name": name, "at": dict(at or {}), "cache": cache, **stamp()}
     return record(
         row
         for case, result in results.items()
-        for row in result_rows(case, result, bytes, flops, {"clock": clock_name, **shared}, least=least)
+        for row in result_rows(case, result, bytes, flops, {"clock": clock_name, **shared})
     )
 
 
@@ -83,23 +79,13 @@ def time_cases(
         budget = budget_s * max(1, len(samplers))
         fns = {case: sampler for case, (sampler, _, _) in samplers.items()}
         taken = timing.interleave(fns, max(1, round(rounds * share())), budget * share()) if fns else {}
-        for case, seconds in taken.items():
-            results[case] = Samples(seconds, samplers[case][1], samplers[case][2])
-        if is_disturbed(results.values(), device):  # more samples, so that each case has one that was left alone
-            more = timing.interleave(fns, max(1, round(MORE * rounds * share())), MORE * budget * share())
-            for case, seconds in more.items():
-                results[case] = Samples(taken[case] + seconds, samplers[case][1], samplers[case][2])
+    for case, seconds in taken.items():
+        results[case] = Samples(seconds, samplers[case][1], samplers[case][2])
     del samplers, fns
     for case, peer in cases.items():
         if isinstance(peer, Peer):
             results[case] = run_peer(peer, clock, cache, rounds, budget_s, device)
     return {case: results[case] for case in cases}
-
-
-def is_disturbed(results: Iterable[Samples | Failure], device: torch.device) -> bool:
-    """Whether a CPU's other programs are in the samples of one case at least. They only ever add to a sample: then the
-    least of each case says what it takes. A GPU is not shared by time slices."""
-    return device.type == "cpu" and any(isinstance(r, Samples) and r.disturbed for r in results)
 
 
 def share() -> float:
@@ -124,19 +110,13 @@ def on_device(device: torch.device) -> Any:
 
 
 def result_rows(
-    case: str,
-    result: Samples | Failure,
-    bytes: PerCase,
-    flops: PerCase,
-    shared: Mapping[str, Any],
-    least: bool = False,
+    case: str, result: Samples | Failure, bytes: PerCase, flops: PerCase, shared: Mapping[str, Any]
 ) -> list[Row]:
-    """The rows of one case: the time, the least or the median, and the rates computed from it."""
+    """The rows of one case: the time, and the rates computed from it."""
     if isinstance(result, Failure):
         return failed_rows(result, {**shared, "case": case})
-    note = "; ".join(filter(None, (result.note, LEAST if least else "")))
-    fields = {**shared, "clock": result.clock, "note": note, "case": case}
-    middle, spread = result.least if least else result.median, result.spread
+    fields = {**shared, "clock": result.clock, "note": result.note, "case": case}
+    middle, spread = result.median, result.spread
     rows = [Row(metric="time", value=middle * 1e6, unit="µs", spread=spread * 1e6, **fields)]
     for metric, unit, scale, amount in (
         ("bandwidth", "GB/s", 1e-9, _of(bytes, case)),

@@ -81,6 +81,7 @@ def setup(
     auto: Mapping[str, Mapping[str, Size]] | None = None,
     source: str | None = None,
     quiet: bool = False,
+    keep_pages: bool = True,
     **values: object,
 ) -> Setup:
     """Validate the parameters and replace `"auto"` by concrete values.
@@ -88,7 +89,8 @@ def setup(
     In a notebook, call `lab.setup(globals())`: the parameters cell is found among the executed cells, and each name is
     checked against its line there. Elsewhere, pass the values: `lab.setup(device="cpu")`. `auto` defines `"auto"` for
     sizes by kind of device: `auto={"megabytes": {"cpu": 32, "cuda": lambda room: room // 10**7}}`, where `room` is the
-    number of bytes that the notebook may use.
+    number of bytes that the notebook may use. On a CPU `keep_pages` keeps the memory that tensors leave, as PyTorch
+    does on a GPU, and other programs' cores are left to them.
     """
     os.environ.setdefault("REFLIB_CACHE_DECISIONS", "0")  # chapters measure again instead of using stored decisions
     declared = _declared(namespace, source)
@@ -99,7 +101,8 @@ def setup(
     device = machine.pick_device(str(checked["device"]))
     fewer = ""
     if namespace and device.type == "cpu" and not quiet:  # a notebook; both reach the processes that it starts, too
-        machine.keep_pages()
+        if keep_pages:
+            machine.keep_pages()
         fewer = machine.use_free_cores()
     room = _room(device)
     for name, meanings in (auto or {}).items():

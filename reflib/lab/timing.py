@@ -36,7 +36,6 @@ __all__ = [
 # Environment variable: "processor" where other programs use the CPU (`machine.use_free_cores`). With one thread, the
 # processor's time is what the host's clock would show without them.
 CPU_CLOCK = "REFLIB_LAB_CPU_CLOCK"
-WIDE = 0.3  # of the least sample; on an idle CPU the middle half ends a few per cent above it
 
 Clock = Callable[[Callable[[], Any], "torch.device"], Sampler]
 
@@ -54,18 +53,9 @@ class Samples:
         return quantile(self.seconds, 0.5)
 
     @property
-    def least(self) -> float:
-        return min(self.seconds)
-
-    @property
     def spread(self) -> float:
         """The interquartile range."""
         return quantile(self.seconds, 0.75) - quantile(self.seconds, 0.25)
-
-    @property
-    def disturbed(self) -> bool:
-        """Whether other programs are in the samples: the middle half is wide, or reaches far above the least."""
-        return quantile(self.seconds, 0.75) > (1 + WIDE) * self.least
 
 
 def make_sampler(

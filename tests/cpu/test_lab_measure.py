@@ -1,6 +1,10 @@
 """`lab.measure`: clocks, rows, peers. Timed loosely; counts and statuses exactly."""
 
+import ctypes
 import json
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -9,10 +13,11 @@ import torch
 import reflib
 from reflib import lab
 from reflib.errors import LabError
-from reflib.lab import executing, recording
+from reflib.lab import executing, machine, recording, timing
 from reflib.lab.peak_memory import peak_bytes
 from reflib.lab.ratio_chart import speeds
 from reflib.lab.rows import Row, Rows
+from reflib.lab.session import current
 
 
 @pytest.fixture(autouse=True)
@@ -214,6 +219,80 @@ def test_a_prediction_fails_in_both_directions(tmp_path, monkeypatch, capsys):
     assert [c.get("holds") for c in claims] == [True, False, False, None]
     assert claims[1]["otherwise"] == "more than predicted; the cache holds it"
     assert "✓ Holds here: times as fast: 1.90, predicted 2.00" in capsys.readouterr().out
+
+
+def test_what_does_not_hold_here_is_told_from_the_recording(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("REFLIB_RECORDED", str(tmp_path))
+    monkeypatch.setattr(recording._Chapter, "path", None)
+    made = [
+        {"claim": "rows of 64: times a copy: 1.02, predicted 1.00", "otherwise": "exponentials", "holds": True},
+        {"claim": "rows of 1024: times a copy: 1.31, predicted 1.00", "holds": False,
+         "otherwise": "more than predicted; exponentials"},
+        {"claim": "cutting two long rows makes their sum 6.06 times as fast", "holds": True,
+         "otherwise": "two threads"},
+    ]  # fmt: skip
+    recording.dump(tmp_path / "t.h200.json", [], made, {"device": "NVIDIA H200"})
+
+    def said(text, condition, otherwise):
+        lab.claim(text, condition, otherwise=otherwise)
+        return capsys.readouterr().out
+
+    assert "Recorded" not in said("cutting two long rows", None, "two threads")  # no recording was asked for
+    lab.recorded("t")
+    assert "Recorded" not in said("cutting two long rows makes their sum 2.00 times as fast", True, "two threads")
+    fast = "  Recorded on NVIDIA H200: ✓ cutting two long rows makes their sum 6.06 times as fast\n"
+    assert said("cutting two long rows makes their sum (not measured) as fast", None, "two threads").endswith(fast)
+    assert "Recorded" not in said("something else altogether", False, "two threads")
+    lab.as_predicted("rows of 64: times a copy", 2.0, 1.0, otherwise="exponentials")
+    lab.as_predicted("rows of 1024: times a copy", None, 1.0, otherwise="exponentials")
+    first, second = (line for line in capsys.readouterr().out.splitlines() if "Recorded" in line)
+    assert "✓ rows of 64: times a copy: 1.02" in first and "✗ rows of 1024: times a copy: 1.31" in second
+    recording.dump(tmp_path / "t.h200.json", [], made, {"device": current().machine.name})
+    assert "Recorded" not in said("cutting two long rows makes their sum 1.00 times as fast", False, "two threads")
+
+
+# -- a CPU that is shared, and memory of the system's ---------------------------------------------------
+def test_a_busy_cpu_has_fewer_threads_and_the_processors_clock(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: numbers.append(n))
+    for name in ("OMP_NUM_THREADS", timing.CPU_CLOCK):
+        monkeypatch.setenv(name, "wall")
+    for got, threads, clock in ((3.6, None, "wall"), (2.7, 2, "wall"), (0.2, 1, "processor")):
+        numbers = []
+        monkeypatch.setattr(machine, "cores_got", lambda got=got: got)
+        assert bool(machine.use_free_cores()) is (threads is not None)
+        assert numbers == ([threads] if threads else [])
+        assert lab.measure("t", {"a": lambda: None}, budget_s=0.01)[0].clock == clock
+        if threads:
+            assert os.environ["OMP_NUM_THREADS"] == str(threads)
+    slept = lab.measure("t", {"a": lambda: time.sleep(0.02)}, rounds=5)
+    assert slept.value("a") < 10_000  # a process that waits uses no processor
+
+
+FAULTS = """
+import resource
+import torch
+from reflib.lab import machine
+
+def faults(size):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        torch.ones(size // 4)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+size = 2**27
+new = faults(size)
+machine.keep_pages()
+for _ in range(4):  # until there are holes enough: an aligned piece needs a little more than it fills
+    faults(size)
+print(new > 1000, faults(size) < new / 20)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
+def test_kept_pages_are_not_asked_for_again():
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    assert done.stdout == "True True\n"
 
 
 def test_the_roofline_bounds():

@@ -7,7 +7,7 @@ import torch
 
 from reflib import lab
 from reflib.errors import LabError
-from reflib.lab import session
+from reflib.lab import machine, session
 from reflib.lab.params import parse_parameters, validate
 
 CELL = """device: str = "auto"     # where to run (auto | cpu | cuda)
@@ -70,12 +70,16 @@ def test_a_number_given_as_text_becomes_a_number():
     assert checked["megabytes"] == 16 and checked["rows"] == 8
 
 
-def test_setup_reads_the_cell_from_the_notebook(capsys):
+def test_setup_reads_the_cell_from_the_notebook(capsys, monkeypatch):
+    kept = []
+    monkeypatch.setattr(machine, "keep_pages", lambda: kept.append(True))
+    monkeypatch.setattr(machine, "use_free_cores", lambda: "others are here")
     namespace = {"In": ["", CELL, "x = 1"], "device": "cpu", "dtype": "auto", "megabytes": "auto", "rows": 3}
     here = lab.setup(namespace, auto={"megabytes": {"cpu": lambda room: min(4, room), "cuda": 64}})
     assert (here.device, here.dtype) == (torch.device("cpu"), torch.float32)
     assert (here.megabytes, here.rows, here.fast, here.seed) == (4, 3, False, 0)
-    assert "torch" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "torch" in said and "busy      others are here" in said and kept
     with pytest.raises(AttributeError, match="no parameter 'columns'"):
         _ = here.columns
     with pytest.raises(AttributeError):
