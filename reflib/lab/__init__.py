@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from reflib.lab.lane_chart import banks_picture as banks_picture
     from reflib.lab.lane_chart import lanes_picture as lanes_picture
     from reflib.lab.live_widgets import live as live
+    from reflib.lab.machine import beyond_cache as beyond_cache
     from reflib.lab.measuring import measure as measure
     from reflib.lab.memory_chart import memory_scrubber as memory_scrubber
     from reflib.lab.memory_trade import cut_picture as cut_picture

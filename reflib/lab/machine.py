@@ -113,6 +113,12 @@ def _cpu_cache() -> int:
     return 32 * 2**20
 
 
+def beyond_cache(room: int) -> int:
+    """MiB of a tensor that the CPU's last-level cache does not hold, so that memory is the limit: for `auto` of
+    `lab.setup`. ``room``: bytes that a notebook may use."""
+    return max(16, min(128, 2 * _cpu_cache() // 2**20, room // 2**24))
+
+
 def busy() -> str:
     """A warning if more programs are ready to run than the CPU has cores, else ""."""
     try:
