@@ -28,7 +28,7 @@ from .cpp_emit import Emitter, Writer
 from .cpp_nest import Nest, arrange
 from .kernel import Kernel
 
-_RESERVED = re.compile(r"(v|acc|at|total|kept|tile)\d+|t|row|\w+_(from|to|step)")
+_RESERVED = re.compile(r"(v|raw|acc|at|total|kept|tile)\d+|t|row|\w+_(from|to|step)")
 HEADER = "".join(Path(__file__).with_name(name).read_text() for name in ("cpp_header.h", "cpp_product.h"))
 
 

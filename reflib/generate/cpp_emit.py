@@ -75,6 +75,7 @@ class Emitter:
         self.buffers, self.names = buffers, names
         self.by_column = depends_on(self.loops, nest.column)
         self.by_step = depends_on(self.loops, nest.rows[-1] if nest.rows else None)
+        self.raw: dict[int, torch.dtype] = {}  # loads whose element has a name as it is in memory
         self.given: dict[int, str] = {}  # statements whose value is in a tile, and where
         self.leave = "continue"  # what to do when a bounds check fails
         self.one_order = one_order  # of sums, whatever the compiler makes of the loops
@@ -220,6 +221,7 @@ class Emitter:
                 with self.w.block(over_one):
                     for i in sorted(self._used(statements) & set(kept) - set(statements)):
                         self.w.line(f"const {text.CTYPE[self.body[i].dtype]} v{i} = kept{i}[{step}];")
+                        self.raw.pop(i, None)
                     self._statements(i for i in plain if self.by_step[i])
                     for i in sorted(set(kept) & set(statements)):
                         self.w.line(f"kept{i}[{step}] = v{i};")
@@ -323,6 +325,7 @@ class Emitter:
         with self.w.block(loop(column, f"{c}_from", f"{c}_to")):
             for i in sorted(self._used((*statements, *reduces)) & set(kept) - set(statements)):
                 self.w.line(f"const {text.CTYPE[self.body[i].dtype]} v{i} = kept{i}[{c} - {c}_from];")
+                self.raw.pop(i, None)
             self._statements(statements)
             for i in statements:
                 if i in kept:
@@ -406,13 +409,30 @@ class Emitter:
         if isinstance(s, Store):
             b = self.buffers[s.buffer]
             target = f"{self.names[s.buffer]}[{text.index(s.index)}]"
-            self.w.line(f"{target} = {text.stored(self._name(s.value), b.dtype)};")
+            if self.raw.get(s.value) == b.dtype:
+                self.w.line(f"{target}.bits = raw{s.value};")
+            else:
+                self.w.line(f"{target} = {text.stored(self._name(s.value), b.dtype)};")
         elif isinstance(s, Indirect):
             self._indirect(i, s)
         elif isinstance(s, Scan):
             self._scan(i, s)
         else:
-            self.w.line(f"const {text.CTYPE[s.dtype]} v{i} = {self._value(i)};")
+            value = self._raw(i, s) or self._value(i)
+            self.w.line(f"const {text.CTYPE[s.dtype]} v{i} = {value};")
+
+    def _raw(self, i: int, s: Stmt) -> str:
+        """An element that is stored as it was loaded: its bits get a name before they are widened."""
+        self.raw.pop(i, None)
+        if not isinstance(s, Load) or s.mask is not None or i in self.given:
+            return ""
+        dtype = self.buffers[s.buffer].dtype
+        moved = any(isinstance(t, Store) and t.value == i and self.buffers[t.buffer].dtype == dtype for t in self.body)
+        if not moved or not text.is_half(dtype):
+            return ""
+        self.raw[i] = dtype
+        self.w.line(f"const uint16_t raw{i} = {self.names[s.buffer]}[{text.index(s.index)}].bits;")
+        return text.loaded(f"{text.CTYPE[dtype]}{{raw{i}}}", dtype)
 
     def _name(self, i: int) -> str:
         """Statement ``i``'s value where it is used: its name, or the constant itself."""

@@ -138,6 +138,10 @@ def cast(text: str, source: torch.dtype, target: torch.dtype) -> str:
     return f"({CTYPE[target]}){text}"
 
 
+def is_half(dtype: torch.dtype) -> bool:
+    return dtype in _HALF
+
+
 def loaded(text: str, dtype: torch.dtype) -> str:
     """The element ``text`` of a ``dtype`` buffer as a value."""
     if dtype in _HALF:
