@@ -1,5 +1,6 @@
 """Loop nests in C++: every shape of nest, on awkward sizes, against the interpreter."""
 
+import ctypes
 import random
 from typing import Any
 
@@ -9,8 +10,10 @@ import triton_cases as cases
 from cpp_running import Case, as_cpp, build, one
 from hand_loops import axis
 
+from reflib.generate.cpp import HEADER
 from reflib.ir.expr import expr
 from reflib.ir.loops import BodyBuilder, LoopNest, Origin
+from reflib.toolchain import build_library
 
 F, B, H, I = torch.float32, torch.bfloat16, torch.float16, torch.int64
 
@@ -237,6 +240,42 @@ def test_sums_are_as_exact_as_torchs(library):
         got = case.run(build({f"exact_{n}": case}))["y"]
         exact = case.tensors["x"].double().sum()
         assert (got.double() - exact).abs() <= 2 * (case.tensors["x"].sum().double() - exact).abs() + 1e-7 * exact
+
+
+def moved(dtype: torch.dtype) -> Case:
+    """y = x and z = x + x, of elements with every pattern of bits."""
+    i, b = axis("i", 2**16), BodyBuilder()
+    x = b.load("x", expr(i.var), F)
+    b.store("y", expr(i.var), x)
+    b.store("z", expr(i.var), b.op("add", x, x))
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    return one(loops("moved", (i,), b), {"x": every, "y": torch.zeros_like(every), "z": torch.zeros_like(every)})
+
+
+def test_a_half_that_is_only_moved_keeps_its_bits():
+    found = {f"moved_{str(d)[6:]}": moved(d) for d in (H, B)}
+    library = build(found)
+    for case in found.values():
+        x, got = case.tensors["x"], case.run(library)
+        assert torch.equal(got["y"].view(torch.int16), x.view(torch.int16)), "NaNs have bits of their own"
+        assert torch.equal((x + x).nan_to_num(), got["z"].nan_to_num())
+
+
+def test_threads_share_columns_in_tiles_as_wide_as_can_be():
+    """The width of a tile, and sums of columns whose last tile is narrower."""
+    i, r, b = axis("i", 1000), axis("r", 300, "r"), BodyBuilder()
+    b.store("y", expr(i.var), b.reduce("sum", b.load("x", expr(i.var) + expr(r.var) * 1000, F), dtype=F))
+    case = one(loops("columns", (i, r), b), {"x": randn(300, 1000), "y": randn(1000)})
+    library, want = build({"columns": case}), case.tensors["x"].double().sum(0).float()
+    assert case.made is not None and "op::tile_width(1000, threads, 64, 256)" in case.made.source
+    for threads in (1, 2, 3, 5, 16, 50):
+        torch.testing.assert_close(case.run(library, threads)["y"], want, rtol=1e-5, atol=1e-4)
+    given = [(1024, t, 64, 256) for t in (1, 2, 3, 4, 16, 99)] + [(100, 1, 64, 100), (4000, 16, 64, 256)]
+    text = "".join(f"out[{n}] = op::tile_width({str(g)[1:-1]});" for n, g in enumerate(given))
+    found = torch.zeros(len(given), dtype=torch.int64)
+    path = build_library([f'extern "C" void widths(int64_t* out) {{ {text} }}'], header=HEADER)
+    ctypes.CDLL(str(path)).widths(ctypes.c_void_p(found.data_ptr()))
+    assert found.tolist() == [256, 256, 176, 256, 64, 64, 100, 256]
 
 
 def test_the_text_is_readable():
