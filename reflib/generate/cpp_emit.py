@@ -16,7 +16,8 @@ from .cpp_nest import Nest, Segment, crossing_axis, depends_on, repeated, segmen
 
 PARALLEL_WORK = 32768  # cheap operations that are worth starting threads for
 SUM_BLOCK = 1024  # floats added up in float before the sum is added to a double
-TILE, NARROW = 256, 64  # columns per tile, each with its accumulators: at most, and at least
+SUM_ROWS = 256  # the same for sums of columns
+TILE, NARROW = 1024, 64  # columns per tile, each with its accumulators: a page of memory at most, some lines at least
 SQUARE = 64  # side of the tiles in which a transposed operand is read
 KEPT_ROW = 8192  # longest row of values that is kept from one pass for the next
 
@@ -246,12 +247,10 @@ class Emitter:
         c = text.identifier(column.var.name)
         tile = min(TILE, column.size.constant or TILE)
         step: int | str = tile
-        columns = product(a.size for a in self.nest.outer) * column.size
-        if tile > NARROW and columns.hint() < 16 * TILE:
-            # a tile per thread, but no narrower than the lines of memory that a core fetches ahead
+        if tile > NARROW:  # one for each thread, and not many on one page, which each has to find
             step = f"{c}_step"
-            width = f"op::tile_width({text.index(columns)}, threads, {NARROW}, {tile})"
-            self.w.line(f"const int64_t {step} = {width};")
+            columns = text.index(product(a.size for a in self.nest.outer) * column.size)
+            self.w.line(f"const int64_t {step} = op::tile_width({columns}, threads, {NARROW}, {tile});")
         self._threads(len(self.nest.outer) + 1)
         with self.w.blocks([*(loop(a) for a in self.nest.outer), tile_loop(column, step)]):
             self._tile_end(c, column, step)
@@ -285,18 +284,18 @@ class Emitter:
         assert column is not None
         c = text.identifier(column.var.name)
         blocked = self._blocked(reduces)
-        self._start_scans(statements, tile)
+        in_tile = f"for (int64_t t = 0; t < {c}_to - {c}_from; ++t)"
+        self._start_scans(statements, in_tile)
         for i in reduces:
             self.w.line(f"{self._acc_type(i)} acc{i}[{tile}];")
             if i in blocked:
                 self.w.line(f"double total{i}[{tile}];")
-        in_tile = f"for (int64_t t = 0; t < {c}_to - {c}_from; ++t)"
         with self.w.block(in_tile):
             for i in reduces:
                 self.w.line(f"acc{i}[t] = {text.start(self.body[i].kind, self.body[i].dtype)};")
                 if i in blocked:
                     self.w.line(f"total{i}[t] = 0;")
-        over_blocks, over_one = _block_loops(self.nest.rows[-1], TILE if blocked else None)
+        over_blocks, over_one = _block_loops(self.nest.rows[-1], SUM_ROWS if blocked else None)
         with self.w.blocks([*(loop(a) for a in self.nest.rows[:-1]), *over_blocks]):
             with self.w.block(over_one):
                 self._statements(i for i in plain if not self.by_column[i])
@@ -379,11 +378,11 @@ class Emitter:
                 if len(s.args) == 2:
                     self.w.line(f"int64_t at{i}{size};")
 
-    def _start_scans(self, statements: Sequence[int], tile: int | None = None) -> list[int]:
-        """A pass begins; returns the scans in it."""
+    def _start_scans(self, statements: Sequence[int], in_tile: str = "") -> list[int]:
+        """A pass begins; returns the scans in it. ``in_tile``: the head of the loop over a tile's columns."""
         scans = [i for i in statements if isinstance(self.body[i], Scan)]
-        place = "" if tile is None else "[t]"
-        with self.w.blocks([] if tile is None or not scans else [f"for (int64_t t = 0; t < {tile}; ++t)"]):
+        place = "[t]" if in_tile else ""
+        with self.w.blocks([in_tile] if in_tile and scans else []):
             for i in scans:
                 s = self.body[i]
                 first = text.literal(start(s.kind, self.body[s.args[0]].dtype), self.body[s.args[0]].dtype)

@@ -267,7 +267,7 @@ def test_threads_share_columns_in_tiles_as_wide_as_can_be():
     b.store("y", expr(i.var), b.reduce("sum", b.load("x", expr(i.var) + expr(r.var) * 1000, F), dtype=F))
     case = one(loops("columns", (i, r), b), {"x": randn(300, 1000), "y": randn(1000)})
     library, want = build({"columns": case}), case.tensors["x"].double().sum(0).float()
-    assert case.made is not None and "op::tile_width(1000, threads, 64, 256)" in case.made.source
+    assert case.made is not None and "op::tile_width(1000, threads, 64, 1000)" in case.made.source
     for threads in (1, 2, 3, 5, 16, 50):
         torch.testing.assert_close(case.run(library, threads)["y"], want, rtol=1e-5, atol=1e-4)
     given = [(1024, t, 64, 256) for t in (1, 2, 3, 4, 16, 99)] + [(100, 1, 64, 100), (4000, 16, 64, 256)]
