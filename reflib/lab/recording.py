@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from reflib import atomic
 from reflib.lab.machine import ROOT
@@ -17,10 +17,10 @@ ALIKE = 0.5  # of a claim's text: the rest may be its numbers
 OFF = " than predicted; "  # in the explanation of a prediction that failed, behind "less" or "more"
 
 
-class _Chapter:
-    """The recording that this notebook has asked for: its rows are drawn beside, its claims told beside."""
+class _Asked:
+    """The recordings that this notebook has asked for: their rows are drawn beside, their claims told beside."""
 
-    path: Path | None = None
+    paths: ClassVar[dict[Path, None]] = {}
 
 
 def folder() -> Path:
@@ -34,8 +34,10 @@ def folder() -> Path:
 def recorded(chapter: str, gpu: str = "h200") -> Rows:
     """The rows recorded for this chapter; empty without a recording."""
     path = folder() / f"{chapter}.{gpu}.json"
-    _Chapter.path = path if path.exists() else None
-    return load(path)[0] if path.exists() else Rows()
+    if not path.exists():
+        return Rows()
+    _Asked.paths[path] = None
+    return load(path)[0]
 
 
 def recorded_claim(text: str, otherwise: str) -> str:
@@ -44,16 +46,15 @@ def recorded_claim(text: str, otherwise: str) -> str:
     The claims of one call differ in their text, which has numbers in it, but share their explanation."""
     from reflib.lab.session import current
 
-    if _Chapter.path is None:
-        return ""
-    data = json.loads(_Chapter.path.read_text(encoding="utf-8"))
-    device = data.get("shared", {}).get("device", "")
     why = otherwise.split(OFF)[-1]
-    same = {c["claim"]: c.get("holds") for c in data["claims"] if c.get("otherwise", "").split(OFF)[-1] == why}
-    near = difflib.get_close_matches(text, [c for c, holds in same.items() if holds is not None], 1, ALIKE)
-    if not near or not device or device == current().machine.name:
-        return ""
-    return f"Recorded on {device}: {'✓' if same[near[0]] else '✗'} {near[0]}"
+    for path in _Asked.paths:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        device = data.get("shared", {}).get("device", "")
+        same = {c["claim"]: c.get("holds") for c in data["claims"] if c.get("otherwise", "").split(OFF)[-1] == why}
+        near = difflib.get_close_matches(text, [c for c, holds in same.items() if holds is not None], 1, ALIKE)
+        if near and device and device != current().machine.name:
+            return f"Recorded on {device}: {'✓' if same[near[0]] else '✗'} {near[0]}"
+    return ""
 
 
 def load(path: Path) -> tuple[Rows, list[dict[str, Any]]]:

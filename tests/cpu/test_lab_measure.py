@@ -223,7 +223,7 @@ def test_a_prediction_fails_in_both_directions(tmp_path, monkeypatch, capsys):
 
 def test_what_does_not_hold_here_is_told_from_the_recording(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("REFLIB_RECORDED", str(tmp_path))
-    monkeypatch.setattr(recording._Chapter, "path", None)
+    monkeypatch.setattr(recording._Asked, "paths", {})
     made = [
         {"claim": "rows of 64: times a copy: 1.02, predicted 1.00", "otherwise": "exponentials", "holds": True},
         {"claim": "rows of 1024: times a copy: 1.31, predicted 1.00", "holds": False,
