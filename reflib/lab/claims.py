@@ -17,7 +17,7 @@ def claim(text: str, condition: object, *, otherwise: str) -> None:
     record = {"kind": "claim", "claim": text, "otherwise": otherwise}
     append([record if holds is None else {**record, "holds": holds}])
     if holds is None:
-        print(f"? Not measured on this machine: {text}\n  {otherwise}")
+        print(f"? Not decided here: {text}\n  {otherwise}")
     elif holds:
         print(f"✓ Holds here: {text}")
     else:

@@ -137,7 +137,7 @@ def test_rows_and_claims_reach_the_recorder_and_come_back(tmp_path, monkeypatch,
     spoken = json.loads((tmp_path / "recorded" / "spoken.h200.json").read_text())
     assert spoken["shared"] == {"device": "D", "versions": {"torch": "2"}} and spoken["claims"] == claims
     said = capsys.readouterr().out
-    assert "✗ Does not hold here: one is two" in said and "it is not" in said and "? Not measured" in said
+    assert "✗ Does not hold here: one is two" in said and "it is not" in said and "? Not decided here: graphs" in said
 
 
 def test_the_same_rows_make_the_same_file(tmp_path):
