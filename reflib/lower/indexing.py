@@ -1,11 +1,15 @@
 """Ops that move elements: cat, pad, slices written into, flips; reads, and a write per row, at positions in tensors."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, groupby
+from math import prod
 from typing import Any
 
 import torch
 
 from reflib.ir.expr import Expr, expr, floordiv, maximum, minimum, mod, nonneg
+from reflib.ir.loops import LoopNest
 from reflib.ir.ops import value_dtype
 from reflib.ir.program import View
 
@@ -15,6 +19,7 @@ from .rules import Unsupported, rule
 
 # Beyond this many, one compare per input and element costs more than a call of ATen's cat.
 MAX_CAT_INPUTS = 16
+RUN = 64  # bytes: of shorter rows, a store of their own touches as much as a copy would
 
 
 def axis(dim: int, n: int) -> int:
@@ -72,10 +77,34 @@ def cat(cx: LoweringContext, tensors: Sequence[View], dim: int = 0) -> View:
     n = len(cx.shape)
     # an empty 1-d tensor may stand among tensors of any shape
     parts = [t for t in tensors if len(t.shape) == n and t.shape[axis(dim, n)] != 0]
-    if len(parts) > MAX_CAT_INPUTS:
-        raise Unsupported(f"{len(parts)} tensors")
     compute = value_dtype(check_dtype(cx.dtype))
+    if len(parts) > MAX_CAT_INPUTS:
+        return _stored_each(cx, parts, axis(dim, n), compute)
     return nest(cx, lambda k: _joined(k, parts, axis(dim, n), compute))
+
+
+def _stored_each(cx: LoweringContext, parts: Sequence[View], d: int, compute: torch.dtype) -> View:
+    """Parts that are stored in their places, fused with what computes them (embeddings of many columns, side by side):
+    up to ``MAX_CAT_INPUTS`` that follow each other by one loop nest, if they have one shape and none is reduced. Not
+    where less is computed than copied, which a call does for all at once, nor of rows too short to be stored apart."""
+    row = prod(cx.shape[d + 1 :], start=expr(1)) * cx.dtype.itemsize
+    loops = [node for node in cx.low.nodes if isinstance(node, LoopNest)]
+    computed, reduced = ({b for n in found for b in n.writes()} for found in (loops, [n for n in loops if n.reduced]))
+    sizes = [(t.shape[d].hint(), t.buffer in computed) for t in parts]
+    if sum(n if own else -n for n, own in sizes) < 0 or min(sizes)[0] * row.hint() < RUN:
+        raise Unsupported(f"{len(parts)} tensors")
+    whole = cx.out()
+    starts = [*accumulate((t.shape[d] for t in parts), initial=expr(0))]
+    step, at = whole.strides[d], whole.offset
+    places = [replace(whole, shape=t.shape, offset=at + start * step) for t, start in zip(parts, starts)]
+    for _, same in groupby(enumerate(parts), lambda x: x[0] if x[1].buffer in reduced else x[1].shape):
+        numbers = [i for i, _ in same]
+        for first in numbers[::MAX_CAT_INPUTS]:
+            k = NestBuilder(cx, places[first].shape)
+            for i in numbers[first - numbers[0] :][:MAX_CAT_INPUTS]:
+                k.store(places[i], k.load(parts[i]).to(compute))
+            k.finish()
+    return whole
 
 
 def _joined(k: NestBuilder, parts: Sequence[View], d: int, compute: torch.dtype) -> Any:

@@ -20,14 +20,16 @@ over four times that plus 0.1, or if a result has another number of tensors, sha
 graph, forward and backward on one stream, and replayed: the device's time alone. Others compile meanwhile, but all that
 keeps the device busy (the reference, and times) waits for the lock of the sweep; all but the first step, in which a
 compiler may measure too. It made one in six of a sweep's times up to three times as long. So each clock has three
-windows, and the one with the least median counts. A graph's replays vary by under 1% when nothing else runs: it has
-more windows until they do and the two least medians agree, and a note if they never did.
+windows, and the one with the least median counts. A graph's replays vary by under 1% when nothing else runs, and take
+no longer than calls do: it has more windows until both hold and the two least medians agree, and a note if they never
+did. (Two processes that keep the device busy in turns make replays three times as long, all by the same factor.)
 """
 
 import contextlib
 import copy
 import fcntl
 import json
+import math
 import os
 import statistics
 import sys
@@ -313,14 +315,14 @@ def timed(job: Job, step: Step, device: Any, values: dict[str, Any], notes: list
     with alone(job):
         # graphs last: a capture that fails can leave the random generator unusable
         for clock in ("events", "graph") if device.type == "cuda" else ("wall",):
-            windows = list[Samples]()
-            while len(windows) < WINDOWS or unsteady(windows) and clock == "graph" and len(windows) < MOST:
+            windows, calls = list[Samples](), values["times"].get("events", (math.inf,))[0] * 1e-6
+            while len(windows) < WINDOWS or clock == "graph" and unsteady(windows, calls) and len(windows) < MOST:
                 found = time_cases({"step": step}, clock, "warm", ROUNDS, SECONDS, device)["step"]
                 if not isinstance(found, Samples):
                     return found.status, found.note
                 windows.append(found)
             found = min(windows, key=lambda samples: samples.median)
-            if clock == "graph" and unsteady(windows) and not found.note:
+            if clock == "graph" and unsteady(windows, calls) and not found.note:
                 notes.append(f"unsteady: the device was busy with something else during {len(windows)} windows")
             if found.note:
                 notes.append(found.note)
@@ -329,9 +331,11 @@ def timed(job: Job, step: Step, device: Any, values: dict[str, Any], notes: list
     return "ok", "; ".join(notes)
 
 
-def unsteady(windows: Sequence[Any]) -> bool:
+def unsteady(windows: Sequence[Any], calls: float = math.inf) -> bool:
+    """``calls``: the least median of plain calls, in seconds."""
     first, second = sorted(windows, key=lambda samples: samples.median)[:2]
-    return max(first.spread, second.median - first.median) > STEADY * first.median
+    off = max(first.spread, second.median - first.median, first.median - calls)  # seconds
+    return off > STEADY * first.median
 
 
 if __name__ == "__main__":

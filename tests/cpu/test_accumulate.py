@@ -245,6 +245,17 @@ def test_interpolation_adds_where_windows_would_overlap(way: dict[str, Any], add
     assert set(positions) == ({(torch.int32, False)} if adds else set())
 
 
+@pytest.mark.parametrize("shape", [(1,), (1, 7), (5, 1)])
+def test_a_place_that_is_known_is_filled_by_an_earlier_kernel(shape: tuple[int, ...]) -> None:
+    """Of a tensor of one row, every index is 0: what fills it and what adds to it touch the same element."""
+
+    def fn(x: Any) -> Any:
+        return ((x * 2).index_add(0, torch.zeros(1, dtype=I64, device=x.device), x[:1] + 1),)
+
+    e = reflib.explain(fn, torch.randn(shape), target="sm_90", verify=True)
+    assert not calls(e) and len(e.kernels) == 2
+
+
 # -- where it is not wanted --------------------------------------------------------------------------------
 def test_options_and_devices_that_sum_in_a_fixed_order() -> None:
     def fn(x: Any, i: Any, v: Any) -> Any:

@@ -204,17 +204,21 @@ def test_another_commit_is_measured_again(
     assert {r.at["model"] for r in rows(tmp_path)} == {"absent"}
 
 
+@pytest.mark.parametrize("evenly", [False, True])
 @pytest.mark.parametrize("disturbed", [0, 2, 9, 50])
 def test_what_another_process_disturbs_is_timed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disturbed: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disturbed: int, evenly: bool
 ) -> None:
-    """Replays of a graph that take turns with another process take longer, and vary."""
+    """Replays of a graph that take turns with another process take longer, and vary; or take evenly three times as
+    long, and longer than plain calls."""
     windows = list[str]()
 
     def time_cases(cases: Any, clock: str, *about: Any) -> dict[str, Samples]:
         windows.append(clock)
         if (n := windows.count("graph")) > disturbed:
             return {"step": Samples((1e-3, 1.001e-3, 1e-3), clock)}
+        if evenly:
+            return {"step": Samples((1.5e-3 if clock == "events" else 3e-3,) * 3, clock)}
         return {"step": Samples((3e-3, 5e-3, 4e-3, 9e-3) if n % 2 else (9e-3 - n * 1e-4,) * 3, clock)}
 
     monkeypatch.setattr("reflib.lab.measuring.time_cases", time_cases)

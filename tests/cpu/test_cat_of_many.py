@@ -1,0 +1,69 @@
+"""``cat`` of more tensors than one loop nest chooses from: stored each in its place, or a call."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import reflib
+from reflib.lower.indexing import MAX_CAT_INPUTS, RUN
+
+
+def calls(e: Any) -> int:
+    (found,) = (row["calls"] for row in e.summary())
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_parts_of_all_kinds(seed: int) -> None:
+    """Computed, reduced, inputs, expanded, and of several sizes, joined along any dimension, with gradients."""
+    rng = random.Random(seed)
+    sizes, d, n = [rng.randint(2, 9), rng.randint(2, 9), rng.randint(17, 40)], rng.randrange(3), rng.randint(17, 45)
+    kinds = [rng.choice("cccrie") for _ in range(n)]
+    wide = [rng.choice([sizes[d], sizes[d] + 3]) for _ in range(n)]
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        parts = []
+        for i, (kind, size) in enumerate(zip(kinds, wide)):
+            a = torch.cat([x, x.narrow(d, 0, 1).expand([3 if k == d else s for k, s in enumerate(sizes)])], d)
+            a = a.narrow(d, 0, size)
+            parts.append(
+                {"c": (a * i).sin(), "r": a.softmax(-1), "i": y.narrow(d, 0, size), "e": a.mean(-1, True).expand_as(a)}[
+                    kind
+                ]
+            )
+        return torch.cat(parts, d)
+
+    torch.manual_seed(seed)
+    y = torch.randn([s + 3 if k == d else s for k, s in enumerate(sizes)])
+    x = torch.randn(sizes, requires_grad=True)
+    got, want = reflib.compile(fn)(x, y), fn(x, y)
+    torch.testing.assert_close(got, want)
+    given = torch.randn_like(want)
+    grads = (torch.autograd.grad(out, x, given)[0] for out in (got, want))
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+
+
+def test_columns_of_embeddings() -> None:
+    """26 tables' rows side by side: as few kernels as hold their stores, and no copy."""
+    tables, ids = torch.randn(26, 50, RUN // 4), torch.randint(50, (90, 26))
+
+    def fn(tables: Tensor, ids: Tensor) -> Tensor:
+        return torch.cat([tables[f][ids[:, f]] for f in range(26)], 1)
+
+    e = reflib.explain(fn, tables, ids, target="sm_90")
+    assert len(e.kernels) == -(-26 // MAX_CAT_INPUTS) and calls(e) == 0
+    dynamic = reflib.compile(fn, dynamic=True)
+    for rows in (3, 17, 64):
+        ids = torch.randint(50, (rows, 26))
+        assert torch.equal(dynamic(tables, ids), fn(tables, ids))
+
+
+def test_a_call_where_parts_are_copied_or_short() -> None:
+    a = torch.randn(7, RUN // 4)
+    assert calls(reflib.explain(lambda a: torch.cat([a] * 20, 1), a)) == 1
+    assert calls(reflib.explain(lambda a: torch.cat([(a + k).sin() for k in range(20)], 1), a)) == 0
+    short = a[:, :-1].contiguous()
+    assert calls(reflib.explain(lambda a: torch.cat([(a + k).sin() for k in range(20)], 1), short)) == 1
