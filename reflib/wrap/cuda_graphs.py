@@ -326,7 +326,7 @@ class Recorded:
         return self.failed or not self._has_room(self.recordings.get(self._key(args), ()))
 
     def close(self) -> None:
-        """Give the recordings back. Results that somebody holds stay."""
+        """Give the recordings back. Results that are still referenced stay."""
         self.recordings, self.quick, self.failed = {}, _none, True
 
     def again(self, args: list) -> Sequence[Any] | None:
