@@ -182,7 +182,7 @@ def _saved(s: Stages, graphs: Iterable[Stages]) -> tuple[Program, set[str]]:
 
 
 class _Names:
-    """What a report says of buffers: who makes them, who reads them, where they come from."""
+    """What a report says of buffers: which nodes make and read them, where they come from."""
 
     def __init__(self, r: MemoryReport):
         self.program = r.stages.scheduled
