@@ -124,7 +124,8 @@ def run(
 @click.option("--mode", default="inference,training", show_default=True, help="Separated by commas.")
 @click.option("--dtype", default="bfloat16,float32", show_default=True, help="In this order.")
 @click.option("--backend", default="TorchInductor,reflib,eager", show_default=True,
-              help="What is measured; also numerics=eager and batch_invariant, reflib with that option.")
+              help="What is measured; also max-autotune, TorchInductor's, and numerics=eager, batch_invariant and "
+              "autotune=blocking, reflib with that option.")
 @click.option("--size", type=click.Choice(["auto", "small", "real"]), default="auto", show_default=True,
               help="auto: real on a GPU, small on a CPU.")
 @click.option("--models", type=click.Path(exists=True, dir_okay=False), default=None, metavar="FILE.py",

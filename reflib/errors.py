@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class ReflibError(Exception):
-    """Base class of every error reflib raises on purpose. Lines that somebody's value makes long lose their middle, but
+    """Base class of every error reflib raises on purpose. Lines that a value makes long lose their middle, but
     for commands to run by hand."""
 
     def __init__(self, *args: object):

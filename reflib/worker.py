@@ -1,6 +1,6 @@
 """A worker of the tuner's pool: answers calls, one after another. ``zygote.py`` starts it.
 
-    zygote -> worker    a pickled Call
+    zygote -> worker    a pickled Task
     worker -> zygote    ("ready", b"") once; per call any number of ("said", message, seconds by which its silence may
                         exceed the job's limit) or ("waits", message, ...): its silence is no hang; then one of
                         ("done", what the function returned), ("failed", facts): it raised, ("crashed", facts): the
@@ -37,7 +37,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 @dataclass(frozen=True)
-class Call:
+class Task:
     """Call ``what`` ("module:function") with (state, data, say), after importing ``imports``: modules, files, and
     pickled calls that register what exists in the parent alone."""
 
@@ -108,7 +108,7 @@ def answer(parent: Connection, packed: bytes, state: dict) -> str:
                 parent.send(("waits" if message.get("kind") == "waiting" else "said", pickle.dumps(message), more))
 
     try:
-        call: Call = pickle.loads(packed)
+        call: Task = pickle.loads(packed)
         adopt(call)
         for name in call.imports:
             if isinstance(name, bytes):
@@ -135,7 +135,7 @@ class ImportFailed(Exception):
     """A module or file that the user's ops are in cannot be imported."""
 
 
-def adopt(call: Call) -> None:
+def adopt(call: Task) -> None:
     """The parent's environment variables and folders of modules."""
     for name in set(os.environ) - set(call.environ):
         del os.environ[name]

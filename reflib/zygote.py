@@ -56,7 +56,7 @@ main(settings)"""
 @dataclass(frozen=True, order=True)
 class Submit:
     """A job, in the order of (priority, id). where: "compile" (any of ``compilers`` workers) or a device's name (its
-    one worker). limit: seconds without a message. call: a pickled ``worker.Call``. idle: seconds after which a process
+    one worker). limit: seconds without a message. call: a pickled ``worker.Task``. idle: seconds after which a process
     without a job leaves."""
 
     priority: tuple

@@ -24,7 +24,7 @@ from typing import NoReturn
 
 
 def serve(requests: Connection) -> NoReturn:
-    """One program after the other, until nobody can ask for more."""
+    """One program after the other, until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Random damage to a cache, and random calls that nobody foresaw. Prints each before it is tried: what ends the process
+"""Random damage to a cache, and random calls. Prints each before it is tried: what ends the process
 is the last line.
 
     python -m tests.hostile_fuzz caches FOLDER FIRST COUNT    caches in FOLDER; the seeds FIRST, FIRST + 1, ...

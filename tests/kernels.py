@@ -33,7 +33,7 @@ class Kernel(ForkServerProcess):
 
 
 class Placed(ForkServerProcess):
-    """Has the environment of who starts it, not that of the server."""
+    """Has the environment of the process that starts it, not that of the server."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -48,7 +48,7 @@ from pathlib import Path
 from typing import Any
 
 from ..logs import get as logger
-from ..worker import Call, cores, first_line, kill_group
+from ..worker import Task, cores, first_line, kill_group
 from ..zygote import START_SECONDS, News, Submit, command, ending, tail
 
 CLOSE_SECONDS = 0.35  # for the zygote to kill and reap all
@@ -117,7 +117,7 @@ class Pool:
         """Queue ``job``. Raises what pickle raises for data that cannot be sent. Where no thread can be started, as
         when the interpreter is ending, the job is cancelled at once."""
         imports = tuple(os.path.abspath(i) if str(i).endswith(".py") else i for i in job.data.get("imports", ()))
-        packed = pickle.dumps(Call(job.what, job.data, imports, path=tuple(child_path())))
+        packed = pickle.dumps(Task(job.what, job.data, imports, path=tuple(child_path())))
         compilers = self.compilers or cores()
         end: tuple[str, dict[str, Any]] = "cancelled", {}
         with self.lock:

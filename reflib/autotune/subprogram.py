@@ -21,7 +21,6 @@ from typing import Any
 from ..errors import ReflibError
 from ..fuse import fuse
 from ..fuse.dependencies import Dependencies, dependencies
-from ..ir.expr import Sym
 from ..ir.loops import LoopNest
 from ..ir.program import (
     Buffer,
@@ -228,14 +227,6 @@ def sub_program(program: Program, nodes: list[Node], outputs: tuple[str, ...]) -
     inner = [b for n in nodes if isinstance(n, Variants) for b in sorted(n.inside())]
     buffers |= {b: program.buffers[b] for b in [*written, *inner] if b not in mine}
     views = tuple(full_view(program.buffers[b]) for b in outputs)
-    symbols = _symbols(program, nodes, list(buffers.values()))
+    symbols = sorted(symbols_in([full_view(b) for b in buffers.values()]).union(*map(node_symbols, nodes)))
     weights = tuple(b for b in reads if program.buffers[b].kind == "const" or b in program.weights)
     return Program((*reads, *symbols), buffers, tuple(nodes), views, {}, weights)
-
-
-def _symbols(program: Program, nodes: list[Node], buffers: list[Buffer]) -> list[Sym]:
-    """Size symbols that the nodes and buffers contain, by name."""
-    out = symbols_in([full_view(b) for b in buffers])
-    for n in nodes:
-        out |= node_symbols(n)
-    return sorted(out)

@@ -121,7 +121,7 @@ def _swapped(node: Node) -> set[int]:
 
 def _erase(graph: Graph, unused: list[Node], stay: set[Node]) -> None:
     """The call and the copies that were made for it alone. No other node: a method that writes to a tensor, whose
-    result nobody needs, is dead to ``eliminate_dead_code`` (a cache's ``index_copy_``)."""
+    result nothing needs, is dead to ``eliminate_dead_code`` (a cache's ``index_copy_``)."""
     while unused:
         node = unused.pop()
         given = node.all_input_nodes

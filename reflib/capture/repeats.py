@@ -14,7 +14,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
-NAMESPACES = ("aten", "prims", "_c10d_functional")  # of other ops nobody says that two calls return the same
+NAMESPACES = ("aten", "prims", "_c10d_functional")  # other ops do not promise that two calls return the same
 SIZED = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 

@@ -167,7 +167,7 @@ class _Driver:
         return GPUTarget("cuda", CAPABILITY, 32)
 
     def __getattr__(self, name: str) -> Any:
-        """Raises CaptureError: somebody launches a kernel."""
+        """Raises CaptureError: a kernel is launched."""
         from torch._dynamo.utils import counters
 
         breaks = list(counters["graph_break"])

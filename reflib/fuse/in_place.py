@@ -94,7 +94,7 @@ def _decided(program: Program, d: Dependencies, updates: list[Update], target: T
     while True:
         work = _Deciding(program, d, final, failed, LAUNCH[target.is_gpu])
         for u in updates:
-            work.decide(u, updates)
+            work.try_to_make(u, updates)
         again = work.in_retrospect()
         if not again:
             return work
@@ -144,7 +144,7 @@ class _Deciding:
         temps = {b for b in d.needed if program.buffers[b].kind == "temp"}
         self.lasting, self.results = temps | _shared(program), program.output_buffers()
 
-    def decide(self, u: Update, updates: list[Update]) -> None:
+    def try_to_make(self, u: Update, updates: list[Update]) -> None:
         self.made = self.made or {x.new: x for x in updates}
         self.slices = self.slices or {x.position: x for x in updates if x.write is not None}
         why = self.failed.get(u)

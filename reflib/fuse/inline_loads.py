@@ -41,7 +41,7 @@ MAX_MOVES = 4  # paddings and concatenations, one after another, that are looked
 SELECTS = {"where", "and", "or", "not", "lt", "le", "gt", "ge", "eq", "ne"}
 EXPENSIVE = frozenset(INSTRUCTIONS)
 Loads = list[tuple[tuple[Expr, ...], bool, float]]
-Place = tuple[int, tuple[Expr, ...], float]  # who reads, where, how much
+Place = tuple[int, tuple[Expr, ...], float]  # the reader, where, how much
 
 
 @dataclass(frozen=True)
@@ -255,8 +255,8 @@ def _again(p: Producer, work: _Work) -> bool:
 
 
 def _places(name: str, points: int, work: _Work, at: tuple[Expr, ...] = (), deep: int = 0) -> Iterator[Place]:
-    """Who reads a producer's result, where, in terms that two loop nests have in common, and how much of it, where 1 is
-    all. What only moves elements (a padding, a concatenation) is looked through, and so is what reads it at one place
+    """What reads a producer's result, where, in terms that two loop nests have in common, and how much of it (1: all).
+    What only moves elements (a padding, a concatenation) is looked through, and so is what reads it at one place
     and is itself read at one: it becomes a part of its reader, and is computed wherever that asks for it. (A window's
     gradient reads a weight's sum where it stands. The sum of nine windows' gradients reads that sum at nine places.)"""
     for r in work.readers.get(name, ()):

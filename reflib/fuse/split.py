@@ -152,7 +152,7 @@ def _pieces(
     """Into how many parts a row should be cut (1: not at all); and how many equal parts are better than unequal ones,
     at least (0: only about as many). Neighbours of unequal parts are kernels of their own."""
     if options.batch_invariant:
-        return pieces_by_length(loops, program.buffers, target), 0
+        return pieces_by_length(loops), 0
     pieces = pieces_wanted(loops, program.buffers, target)
     if pieces == 1 or not target.is_gpu or not reduces_columns(loops):
         return pieces, 0
@@ -228,7 +228,7 @@ def pieces_wanted(loops: LoopNest, buffers: dict[str, Buffer], target: Target, c
     return pieces
 
 
-def pieces_by_length(loops: LoopNest, buffers: dict[str, Buffer], target: Target) -> int:
+def pieces_by_length(loops: LoopNest) -> int:
     """The same for ``Options.batch_invariant``: whatever the number of rows, and of this machine's processors."""
     length = loops.rnumel.constant
     return 1 if length is None or length < LONG else min(MOST, 1 << (length // LONG).bit_length() + 2)

@@ -48,7 +48,7 @@ from .split import row_major
 
 NARROWER = 0.8  # of the bytes: what is left where it pays
 
-Place = tuple[int, Expr, int | None]  # who reads, where, under which mask
+Place = tuple[int, Expr, int | None]  # the reader, where, under which mask
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def refused(x: Extern, buffers: dict[str, Buffer], target: Target) -> str:
     node = variants(f"{x.target.function}_with_more", x, buffers, target)[-1].kernel
     try:
         parse(print_user_kernel(node, buffers, target, ()), target)
-    except Exception as e:  # of a kind that nobody thought of
+    except Exception as e:  # of any kind
         return f"{type(e).__name__}: {e}"
     return ""
 

@@ -153,7 +153,7 @@ def _launch(cx: LoweringContext, g: _Grouped, views: tuple[Any, ...], t: _Tiling
     import triton
 
     from .grouped_kernel import grouped_mm, grouped_rows_described
-    from .user_kernels import Call
+    from .user_kernels import KernelCall
 
     a, b, ends, out = views
     names = [f"{v}_{d}" for v, dims in (("a", "gmk"), ("b", "gkn"), ("c", "gmn")) for d in dims]
@@ -172,4 +172,4 @@ def _launch(cx: LoweringContext, g: _Grouped, views: tuple[Any, ...], t: _Tiling
     named = replace(cx, origin=replace(cx.origin, op="grouped_mm"))
     grid = (minimum(tiles, PROGRAMS * target.units), expr(1), expr(1))
     kernel = grouped_rows_described if t.described else grouped_mm
-    return Call(named, kernel, given, {}).extern(cx.low.next_node(), config, grid, (out.buffer,))
+    return KernelCall(named, kernel, given, {}).extern(cx.low.next_node(), config, grid, (out.buffer,))

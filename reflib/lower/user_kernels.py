@@ -92,7 +92,7 @@ def _launched(
             written[kwargs[n]] = _new(cx, n, kwargs[n], fakes[n].meta["val"])  # type: ignore[index, union-attr]
     given = {n: written.get(v, v) if isinstance(v, View) else v for n, v in kwargs.items()}
     given |= kernel_side_table.get_constant_args(constant_args_idx)
-    call = Call(cx, function, given, tma_descriptor_metadata)
+    call = KernelCall(cx, function, given, tma_descriptor_metadata)
     if set(tensors_to_clone) == {n for n, v in given.items() if isinstance(v, View)}:
         logs.get("fallback").info("%s: every tensor it is given counts as written (%s)", *_where(cx))
     buffers = tuple(v.buffer for v in written.values())
@@ -106,7 +106,7 @@ def _launched(
 
 
 def _choice(
-    call: Call, name: str, copies: list[Any], configs: list[Any], grid: Any, buffers: tuple[str, ...]
+    call: KernelCall, name: str, copies: list[Any], configs: list[Any], grid: Any, buffers: tuple[str, ...]
 ) -> Choice:
     """Among the configurations of ``@triton.autotune``; the first one that is supported is the default. (Those with a
     cluster come last: not all GPUs have them.)"""
@@ -169,7 +169,7 @@ def _on_gpu(cx: LoweringContext, name: str, v: View) -> None:
 
 
 @dataclass
-class Call:
+class KernelCall:
     """One call: ``given`` by the user's argument names. Its pieces of text, and ``values``, which they number."""
 
     cx: LoweringContext

@@ -127,7 +127,7 @@ class MemoryReport(Memory):
         lines = [f"peak {peak.bytes:,} bytes at step {peak.number} of {len(self.table)}, {peak.kernel} ({beside})"]
         for h in sorted(peak.held, key=lambda h: -h.bytes)[:_MOST_ROWS]:
             where = f" ({', '.join(filter(None, (h.module, h.source)))})" if h.module or h.source else ""
-            by = f", by {h.kernel}" if h.kernel else ""  # (an arena is nobody's)
+            by = f", by {h.kernel}" if h.kernel else ""  # (no kernel makes an arena)
             lines.append(f"  {h.bytes:>13,}  {h.buffer} {h.what}, {h.kind}{by}{where}")
         return "\n".join([*lines, *(f"lower: {w}" for w in self.ways), f"order: {self.order}"])
 
@@ -182,7 +182,7 @@ def _saved(s: Stages, graphs: Iterable[Stages]) -> tuple[Program, set[str]]:
 
 
 class _Names:
-    """What a report says of buffers: who makes them, who reads them, where they come from."""
+    """What a report says of buffers: which nodes make and read them, where they come from."""
 
     def __init__(self, r: MemoryReport):
         self.program = r.stages.scheduled

@@ -315,12 +315,12 @@ def _weights(
     return tensors, kinds
 
 
-def _program(c: Convention, names: tuple[str, ...]) -> manifest.Program:
+def _program(c: Convention, names: tuple[str, ...]) -> manifest.Signature:
     for a in c.arguments:
         _encoded(a.value, f"argument {a.name}")  # raises for a value that a file cannot hold
     specs = {"in_spec": trees.text(c.in_spec, "arguments"), "out_spec": trees.text(c.out_spec, "result")}
     said = {"results": describe.results(c.out_spec), "conditions": describe.guards(c)}
-    return manifest.Program(**vars(c) | specs | said, names=names)
+    return manifest.Signature(**vars(c) | specs | said, names=names)
 
 
 def _encoded(x: Any, what: str) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sized
 
 from ..errors import PackageError
 from .archive import is_member
-from .manifest import Manifest, PackagedVariant, Program
+from .manifest import Manifest, PackagedVariant, Signature
 from .weights import BY_NAME, Weight
 
 WEIGHTS = "weights.safetensors"
@@ -40,7 +40,7 @@ def _few(what: str, items: Sized, most: int = MANY) -> None:
         raise _wrong(f"it has {len(items):,} {what}, and {most:,} at most are possible")
 
 
-def _program(p: Program) -> None:
+def _program(p: Signature) -> None:
     for what in ("arguments", "outputs", "written", "ranges", "guards", "conditions", "names", "results"):
         _few(what, getattr(p, what))
     if len(p.inputs) != len(p.devices) or p.inputs.count("") != len(p.arguments):

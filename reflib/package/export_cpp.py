@@ -27,7 +27,7 @@ from ..wrap.convention import Argument
 from ..wrap.cpp import DTYPES
 from . import archive, manifest
 from .architectures import capability
-from .manifest import Manifest, PackagedVariant, Program
+from .manifest import Manifest, PackagedVariant, Signature
 
 RUNTIME = Path(__file__).with_name("cpp")
 WRAP = Path(__file__).parent.parent / "wrap"
@@ -98,12 +98,12 @@ def _variants(file: archive.Archive, m: Manifest, arch: str | None) -> list[Pack
     return variants
 
 
-def _callers(p: Program) -> list[Argument]:
+def _callers(p: Signature) -> list[Argument]:
     """Arguments that a caller in C++ passes: tensors and sizes."""
     return [a for a in p.arguments if a.tensor is not None or isinstance(a.value, Sym)]
 
 
-def _sizes(p: Program) -> dict[str, int]:
+def _sizes(p: Signature) -> dict[str, int]:
     """The sizes with which the example program calls the model, by symbol: those that it was exported with, of which
     all guards hold."""
     found: dict[str, int] = {}
@@ -122,7 +122,7 @@ class _Project:
 
     def __init__(self, name: str, file: archive.Archive, m: Manifest, variants: Sequence[PackagedVariant]):
         self.file, self.m, self.variants = file, m, variants
-        self.program: Program = m.programs[variants[0].program]
+        self.program: Signature = m.programs[variants[0].program]
         self.name = re.sub(r"\W", "_", name, flags=re.ASCII) or "model"
         self.texts = {a.text: bytes(file.view(a.text)) for a in variants}
         self.wrappers = {a.text: a.arch for a in reversed(variants)}  # by text, the first variant's name

@@ -329,7 +329,7 @@ def _remedy(arch: str) -> str:
 
 
 # -- its parts ------------------------------------------------------------------------------------------
-def convention_of(p: manifest.Program, device: torch.device) -> Convention:
+def convention_of(p: manifest.Signature, device: torch.device) -> Convention:
     """From the manifest. What was for a GPU is for ``device``."""
     arguments = tuple(
         replace(a, tensor=replace(a.tensor, device=device)) if a.tensor and a.tensor.device.type == "cuda" else a
@@ -405,7 +405,7 @@ def _new_name(number: int) -> str:
 
 
 def _graph(
-    file: archive.Archive, m: manifest.Manifest, v: manifest.PackagedVariant, program: manifest.Program,
+    file: archive.Archive, m: manifest.Manifest, v: manifest.PackagedVariant, program: manifest.Signature,
     state: Mapping[str, torch.Tensor], device: torch.device, libraries: _Libraries,
 ) -> Callable[[list], tuple]:  # fmt: skip
     by_name = {k.name: k for k in v.kernels}

@@ -36,7 +36,7 @@ Member = Annotated[str, re.compile(archive.NAME.pattern + "|", re.ASCII)]  # "":
 
 
 @dataclass(frozen=True)
-class Program(Convention):
+class Signature(Convention):
     """How a captured graph is called; ``in_spec`` and ``out_spec`` are torch's JSON text of them (``trees.py``), and
     GPUs are cuda:0.
 
@@ -164,7 +164,7 @@ class Manifest:
     versions: dict[str, str]
     options: dict[str, Data]
     source: str
-    programs: dict[Word, Program]
+    programs: dict[Word, Signature]
     variants: tuple[PackagedVariant, ...]
     weights: tuple[Weight, ...]
     spans: tuple[Span, ...]

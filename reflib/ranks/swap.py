@@ -9,7 +9,7 @@ waits for another rank:
   loaded promises not to begin call P before it has looked again, and writes P there, in one atomic operation of the
   store (``compare_set``).
 * At its call P it looks. If some rank is missing, it promises a later one, as far ahead as it calls in LOOK seconds: so
-  a rank that waits for others makes about one request per second, and one that never becomes ready stops nobody.
+  a rank that waits for others makes about one request per second, and one that never becomes ready stops no other.
 * With the last rank's promise the register is complete and does not change any more. The largest promise is the agreed
   call. No rank has begun it: each looks before its own promise, which is not larger.
 

@@ -233,7 +233,7 @@ class _Mapped(Storage):
 
 
 def _fence() -> None:
-    """What was stored before is seen by whoever sees what is stored after it: two locks, as one lets both move in."""
+    """A process that sees what is stored after it sees what was stored before: two locks, as one lets both move in."""
     for _ in range(2):
         with _LOCK:
             pass

@@ -39,7 +39,7 @@ STEPS: dict[str, tuple[Step, ...]] = {
 
 
 def name_of(c: Config) -> str:
-    """What tables and people call a launch; of one kernel, different launches have different names."""
+    """The name of a launch in tables; of one kernel, different launches have different names."""
     sides = dict(c.extras)
     if "yblock" in sides:
         return f"tile {c.xblock}x{sides['yblock']}, {c.num_warps} warps"

@@ -260,7 +260,7 @@ def by_reflib(module: Any, **options: Any) -> Compiled:
     return call, lambda: sum(len(stages.kernels or ()) for stages in seen)
 
 
-def inductor(module: Any) -> Compiled:
+def inductor(module: Any, **options: Any) -> Compiled:
     import torch
 
     def kernels() -> int:
@@ -268,12 +268,14 @@ def inductor(module: Any) -> Compiled:
 
         return metrics.generated_kernel_count
 
-    return torch.compile(module, dynamic=False), kernels
+    return torch.compile(module, dynamic=False, **options), kernels
 
 
 COMPILERS: dict[str, Callable[[Any], Compiled]] = {
     "eager": eager, "TorchInductor": inductor, "reflib": by_reflib,
+    "max-autotune": partial(inductor, mode="max-autotune-no-cudagraphs"),
     "numerics=eager": partial(by_reflib, numerics="eager"), "batch_invariant": partial(by_reflib, batch_invariant=True),
+    "autotune=blocking": partial(by_reflib, autotune="blocking"),
 }  # fmt: skip
 
 

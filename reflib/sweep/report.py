@@ -18,7 +18,7 @@ from reflib import atomic
 from reflib.lab.rows import Row, Rows, html_table, short, text_table
 
 US, PEER, EAGER = "reflib", "TorchInductor", "eager"
-CHOICES = ("numerics=eager", "batch_invariant")  # reflib with an option, where asked for
+CHOICES = ("numerics=eager", "batch_invariant", "autotune=blocking")  # reflib with an option, where asked for
 INACCURATE = "inaccurate"  # what the note of such a row begins with
 CALLS, GRAPH = ("events", "wall"), ("graph",)
 Table = tuple[list[str], list[list[str]]]

@@ -116,7 +116,7 @@ def plan(request: Request, device: Any) -> list[Job]:
     checked("model", request.only, every)
     for what, given, known in (("mode", request.modes, MODES), ("dtype", request.dtypes, DTYPES)):
         checked(what, given, known)
-    checked("backend", request.backends, (*BACKENDS, *report.CHOICES))
+    checked("backend", request.backends, (*BACKENDS, "max-autotune", *report.CHOICES))
     chosen = [m for m in every.values() if not request.only or m.name in request.only]
     real = device.type == "cuda" if request.size == "auto" else request.size == "real"
     steps = [

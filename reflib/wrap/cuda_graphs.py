@@ -17,7 +17,7 @@ Results are eager's then, whatever the caller keeps or passes. (But ``Tensor.rec
 for what another stream reads before it is released.)
 
 All other memory, which holds nothing between two replays, is one *pool* for all recordings of a stream, of whatever
-function, forward or backward: replays on a stream follow one another, so no rule of who is alive is needed. For that
+function, forward or backward: replays on a stream follow one another, so no rule of what is alive is needed. For that
 results must not be in the pool: recorded is a wrapper that is given them (``with_results``). Where a call returns a
 result itself (convolution, attention), that recording has a pool of its own; so has each of a loaded package, in whose
 file there is no such wrapper.
@@ -326,7 +326,7 @@ class Recorded:
         return self.failed or not self._has_room(self.recordings.get(self._key(args), ()))
 
     def close(self) -> None:
-        """Give the recordings back. Results that somebody holds stay."""
+        """Give the recordings back. Results that are still referenced stay."""
         self.recordings, self.quick, self.failed = {}, _none, True
 
     def again(self, args: list) -> Sequence[Any] | None:

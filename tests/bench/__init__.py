@@ -5,7 +5,7 @@
 child.py     what runs in a process of its own; children.py starts it and reads its rows
 host.py      what a call costs on the host; building the wrapper
 package.py   packages: building, loading, calling, size
-quiet.py     whether somebody else uses the device meanwhile
+quiet.py     whether another process uses the device meanwhile
 matmul*.py   the matmul sets: TorchInductor's tuning in children first, then timing alone
 report.py    rows to tables, rows to promises kept or not
 

@@ -16,7 +16,7 @@ from .report import Promise
 
 THREADS = 2
 # glibc gives a large tensor's pages back to the system when it is freed, and getting them again costs several
-# times what the kernel does. For everybody alike, it keeps them here.
+# times what the kernel does. Here it keeps them, for all contenders.
 KEEP_PAGES = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
 
 

@@ -1,9 +1,9 @@
 """What a call costs on the host: ``python -m tests.bench cpu --only host``. Each contender in a process of its own.
 
-Kernels are so small that the host's work is the time: microseconds a call by the clock on the wall, calls in a row,
+Kernels are so small that the host's work is the time: microseconds per call by the wall clock, calls in a row,
 waiting for the device at the end. ``launch`` and ``ATen call``: what each of 15 more adds to a program with one.
 All compile a program side by side; then they measure it in turns, one at a time, a few turns each, so that a slow
-moment of the machine is nobody's alone.
+moment of the machine does not fall on one alone.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ TURNS, ROUNDS = 3, 7  # each contender's turns at a program; samples a turn
 
 
 def section(bench: Bench) -> None:
-    people = [CPP, PEER_CPP, EXPORTED, EAGER, DYNAMO, PYTHON, PEER]
-    people += [GRAPHS, GRAPHS_DYNAMO, PYTHON_DYNAMO, PEER_GRAPHS] if bench.device == "cuda" else []
-    found = all_calls(bench, people)
+    contenders = [CPP, PEER_CPP, EXPORTED, EAGER, DYNAMO, PYTHON, PEER]
+    contenders += [GRAPHS, GRAPHS_DYNAMO, PYTHON_DYNAMO, PEER_GRAPHS] if bench.device == "cuda" else []
+    found = all_calls(bench, contenders)
     us = {who: f.get("us", {}) for who, f in found.items()}
     names = list(dict.fromkeys(c for by in us.values() for c in by))
-    body = [[c, *(f"{us[w][c]:.1f}" if us[w].get(c) else "-" for w in people)] for c in names]
+    body = [[c, *(f"{us[w][c]:.1f}" if us[w].get(c) else "-" for w in contenders)] for c in names]
     for what, one, many in (("a launch more", SINGLE, SIXTEEN), ("an ATen call more", SORT, SORTS)):
-        body.append([what, *(f"{x:.2f}" if (x := extra(us[w], one, many)) is not None else "-" for w in people)])
-    lines = [table(["host, µs a call", *people], body), *errors(found)]
+        body.append([what, *(f"{x:.2f}" if (x := extra(us[w], one, many)) is not None else "-" for w in contenders)])
+    lines = [table(["host, µs per call", *contenders], body), *errors(found)]
     lines += [f"  {w}, {c}: {note}" for w, f in found.items() for c, note in f.get("notes", {}).items()]
     builds, text = build_times(bench)
     bench.keep("host", {"calls": found, "builds": builds}, promises(bench, us, builds), "\n".join([*lines, text]))
 
 
-def all_calls(bench: Bench, people: Sequence[str]) -> dict[str, Any]:
-    """What each found. A process that ends early, or never gets ready, holds up nobody beyond its time limit."""
+def all_calls(bench: Bench, contenders: Sequence[str]) -> dict[str, Any]:
+    """What each found. A process that ends early, or never gets ready, holds up none beyond its time limit."""
 
     def one(who: str) -> dict[str, Any]:
         with children.fresh_caches() as caches:
             return bench.one("host.calls", 400, caches, who=who, turns=folder)
 
-    with tempfile.TemporaryDirectory(prefix="reflib-turns-") as folder, ThreadPoolExecutor(len(people)) as pool:
-        running = {who: pool.submit(one, who) for who in people}
+    with tempfile.TemporaryDirectory(prefix="reflib-turns-") as folder, ThreadPoolExecutor(len(contenders)) as pool:
+        running = {who: pool.submit(one, who) for who in contenders}
         for at, case in enumerate(PROGRAMS):
             for who, child in running.items():
                 wait_for(_flag(folder, who, at, "ready"), child)

@@ -122,7 +122,7 @@ def died(ended: children.Ended) -> Row:
 
 
 def after(job: Row, ended: children.Ended) -> Row:
-    """What the next process does: this case again without that contender, if one did it, then cases of nobody."""
+    """What the next process does: this case again without that contender, if one did it, then cases of no process."""
     if ended.at["who"] == "timing":
         return {**job, "first": []}
     return {**job, "first": [ended.at["case"]], "skip": [*job["skip"], [ended.at["case"], ended.at["who"]]]}

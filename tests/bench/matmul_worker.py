@@ -158,7 +158,7 @@ def wrong(got: Tensor, exact: Tensor, dtype: torch.dtype, allowed: tuple[float, 
 
 
 # --- a case: all contenders, then their times in turn ------------------------------------------
-def people(case: MatmulCase, job: Row) -> list[str]:
+def contenders(case: MatmulCase, job: Row) -> list[str]:
     """Which contenders run; the peer only while there is time for its compiling."""
     if not job["peers"]:
         return [EAGER, TUNED]
@@ -173,7 +173,7 @@ def measure_case(case: MatmulCase, job: Row, reference: quiet.Reference, picks: 
         eager_error = distance(case.fn(*args), exact)
     fns: dict[str, Callable[[], Any]] = {}
     about: dict[str, Row] = {}
-    for who in people(case, job):
+    for who in contenders(case, job):
         if [case.name, who] in job["skip"]:
             continue
         yield {"kind": "trying", **case.facts, "who": who}

@@ -1,7 +1,7 @@
 """Packages: ``python -m tests.bench cpu --only package``. Building, loading, calling, size; on a CPU or a GPU.
 
 Building is timed in fresh processes from the call of ``aot_compile`` on; another model was packaged before it, so that
-imports and what a process does once are in nobody's number. Cold: nothing about the block is in a cache. TorchInductor
+imports and what a process does once are in no number. Cold: nothing about the block is in a cache. TorchInductor
 beside it: ``torch.export`` and ``aoti_compile_and_package``, for the CPU.
 """
 
@@ -102,7 +102,7 @@ def _theirs(net: Any, x: torch.Tensor, path: Path) -> None:
 
 
 def calls(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Of a loaded package, and of the same program compiled here. Milliseconds to load and to call first; µs a call."""
+    """Of a loaded package, and of the same program compiled here. ms to load and to call first; µs per call."""
     import reflib
 
     device = torch.device(job["device"])

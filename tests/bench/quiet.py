@@ -1,6 +1,6 @@
 """Is the device ours alone? A small reference kernel is timed before, among and after the contenders of a case.
 
-Somebody else's kernels make it slower, by time slices of milliseconds where it needs one. A case whose reference
+Kernels of other processes make it slower, by time slices of milliseconds where it needs one. A case whose reference
 is off is waited with, timed again, and if that does not help labelled in its rows. (On a CPU: only labelled.)
 """
 
@@ -17,7 +17,7 @@ LIMIT = 1.2  # times the idle device's: clocks alone drift less
 ATTEMPTS = 3
 SAMPLES = 12
 WAIT = 3.0  # seconds for a neighbour to end, before another attempt
-PATIENCE = 45.0  # seconds of waiting in all: whoever is still there then stays
+PATIENCE = 45.0  # seconds of waiting in all: after that the device is measured as it is
 REFERENCE = "reference"
 
 
@@ -42,7 +42,7 @@ class Reference:
         return self.off(tuple(self.sample() for _ in range(SAMPLES)))
 
     def settle(self) -> float:
-        """Wait until the device is idle, or for so long; the last reading. On a CPU nobody is waited for."""
+        """Wait until the device is idle, or for so long; the last reading. On a CPU it does not wait."""
         start = time.monotonic()
         end = start + min(WAIT, self.patience)
         waited = False

@@ -1,4 +1,4 @@
-"""What models contain beside their matrix products, as their authors write it: functions that nobody tuned reflib for.
+"""What models contain beside their matrix products, as their authors write it: functions that reflib was not tuned for.
 
     reflib sweep --models tests/bench/unseen.py --dtype bfloat16 --out runs/unseen
     python -m tests.bench.functions runs/unseen/results.jsonl         TorchInductor's time over ours; share of a copy

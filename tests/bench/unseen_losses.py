@@ -1,6 +1,6 @@
 # ruff: noqa: E501
 # fmt: off
-"""Functions that were slow beside TorchInductor when they were new: of a second set that nobody tuned reflib for.
+"""Functions that were slow beside TorchInductor when they were new: of a second set that reflib was not tuned for.
 
     reflib sweep --models tests/bench/unseen_losses.py --dtype bfloat16 --out runs/losses
 

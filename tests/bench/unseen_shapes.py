@@ -62,12 +62,10 @@ def of_shapes(*shapes: str) -> Tensors:
 
 
 X, XY, XYZ = of_shapes("m,n"), of_shapes("m,n", "m,n"), of_shapes("m,n", "m,n", "m,n")
-XT, XW, XWB = of_shapes("m,n", "m<n"), of_shapes("m,n", "n"), of_shapes("m,n", "n", "n")
-SEQ = of_shapes("b,s,n")  # (batch, length, width)
+XT, XW = of_shapes("m,n", "m<n"), of_shapes("m,n", "n")
 LOGITS = of_shapes("b,s,n", "b,s<n")
 HEADS = of_shapes("q,s,h,d")  # (batch, length, heads, size)
 SCORES = of_shapes("a,h,s,s")  # of attention
-VECTORS = of_shapes("t")
 
 
 def images(*more: str) -> Tensors:

@@ -96,7 +96,7 @@ def _numbers() -> dict[int, torch.dtype]:
 class _Model:
     """Results are not freed."""
 
-    def __init__(self, library: Path, program: manifest.Program, device: torch.device):
+    def __init__(self, library: Path, program: manifest.Signature, device: torch.device):
         self.lib = ctypes.CDLL(str(library))
         self.lib.reflib_error.restype = ctypes.c_char_p
         self.device, self.program = device, program

@@ -57,7 +57,7 @@ def captured_in_a_cuda_graph(device: str, wrapper: str) -> None:
 
 @cuda_feature
 def split_k_words_under_capture(device: str, wrapper: str) -> None:
-    """Its counters must be zero at every replay, and be shared with nobody."""
+    """Its counters must be zero at every replay, and not be shared."""
     f = lambda a, b: torch.relu(a @ b)  # noqa: E731
     c = compiled(f, wrapper)
     a, b = wide(device)

@@ -88,5 +88,5 @@ def split_k(a: Tensor, b: Tensor, splits: int = 4) -> Tensor:
 
 
 def preferring(*names: str) -> Any:
-    """Measuring is replaced: who has one of these in its name is fastest."""
+    """Measuring is replaced: a candidate with one of these in its name is fastest."""
     return told_times(lambda name, sizes: 1.0 if any(n in name for n in names) else 10.0)

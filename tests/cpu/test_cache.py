@@ -1,4 +1,4 @@
-"""The on-disk cache: private, atomic, never a damaged entry; others who could write to it, and none who can."""
+"""The on-disk cache: private, atomic, never a damaged entry, and safe from other users."""
 
 import ctypes
 import errno
@@ -119,7 +119,7 @@ def test_several_that_begin_at_once_have_one_folder(tmp_path: Path, monkeypatch:
             assert set(pool.map(root, range(4))) == {tmp_path / str(i)}
 
 
-# -- others who could write to it, and none who can ---------------------------------------------------
+# -- other users: some could write to it, none can --------------------------------------------------
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 
 

@@ -254,7 +254,7 @@ def test_auto_is_python_where_cpp_has_no_word_for_it(monkeypatch: Any) -> None:
 
 # -- threads ----------------------------------------------------------------------------------------
 def test_the_first_calls_come_at_once() -> None:
-    """Loading happens once, whoever is first."""
+    """Loading happens once, whichever thread is first."""
     call = explained(affine, X, W).stages.call
     start = threading.Barrier(8)
 

@@ -1,4 +1,4 @@
-"""Recorded calls of exported programs and packages, whose callers nobody has checked: what they keep, and for whom."""
+"""Recorded calls of exported programs and packages, whose callers are not checked: what they keep, and how long."""
 
 import copy
 import gc

@@ -259,7 +259,7 @@ def transformed(of, f):
 @pytest.mark.parametrize("fn", [lambda x: x * 2, lambda x: x.sort().values], ids=["kernel", "no kernel"])
 @pytest.mark.sample(6)
 def test_tensors_of_transforms_are_refused(of, fn, way):
-    """Also by a graph that looks at nobody's memory: PyTorch would be called with them, and lose the gradients."""
+    """Also by a graph that reads no tensor's memory: PyTorch would be called with them, and lose the gradients."""
     f = exported(fn, X, way=way)
     f(X)
     with pytest.raises(reflib.ReflibError, match=r"args_0: a tensor with memory of its own is needed, got T"):
@@ -283,7 +283,7 @@ def test_zeros_that_are_nowhere_are_refused(way):
 def test_an_argument_error_of_an_op_is_the_ops(watched):
     far = torch.full((8, 5), -1e4)
     watched.goes(far, Y, says="the op's own affair", error=ArgumentError)
-    assert log == [False, False], "once a call"
+    assert log == [False, False], "once per call"
     watched.goes(X, Y)
 
 

@@ -172,7 +172,7 @@ def test_an_int_that_two_arguments_tell() -> None:
         f._call.load()([5, x, 6])
 
 
-# -- symbols that nobody tells --------------------------------------------------------------------------
+# -- symbols that no size gives directly -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrapper", ["python", "cpp"])

@@ -109,7 +109,7 @@ def test_keys_that_are_written_to_meanwhile_are_copied_before() -> None:
 
 @pytest.mark.parametrize("repeat", [interleaved, expanded])
 def test_a_cache_is_written_to_before_it_is_read(repeat: Callable[[Tensor], Tensor]) -> None:
-    """The writes' results are used by nobody, and must stay when the copies go."""
+    """The writes' results are not used, and must stay when the copies go."""
 
     def fn(q: Tensor, new: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
         k.index_copy_(2, at, new)

@@ -159,7 +159,7 @@ def test_calls_go_on_until_tuning_is_done_and_a_little_longer(monkeypatch):
     assert len(found) == calls > 3 and [done for _, _, done in found[:3]] == [False, False, True]
     assert found[-1][0] - found[2][0] < 1.0
     found, _ = watch(done_after=None, limit_s=0.05)
-    assert found and not any(done for _, _, done in found), "nobody waits for ever"
+    assert found and not any(done for _, _, done in found), "none waits for ever"
 
 
 def test_what_callers_saw_while_tuning_and_afterwards():

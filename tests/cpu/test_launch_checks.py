@@ -70,7 +70,7 @@ def added(table, x, out, n, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize("kernel", [gathered, addressed, added])
 def test_a_place_that_is_read_from_memory(kernel: Any) -> None:
-    """Beside stores to tensors too: what it would write nobody knows."""
+    """Beside stores to tensors too: what it would write is not known."""
 
     def fn(table: Tensor, x: Tensor) -> Tensor:
         out = torch.zeros_like(x)

@@ -159,7 +159,7 @@ def test_a_race_under_load_is_run_again():
     result = race.run()
     assert result.winner == "fast" and result.complete and result.row("aten").time_us == pytest.approx(9.0)
     result = Race(aten=(right, [7.0] * rounds + load * 20), fast=(right, [5.0])).run()
-    assert result.complete and result.row("aten").time_us == pytest.approx(7.0), "nobody needed a second race"
+    assert result.complete and result.row("aten").time_us == pytest.approx(7.0), "none needed a second race"
     result = Race(aten=(right, load), fast=(right, [5.0])).run()
     assert not result.complete and "the device was busy (spread" in result.reason
 

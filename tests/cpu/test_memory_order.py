@@ -73,7 +73,7 @@ def test_the_best_of_all_orders_is_found_and_said_to_be():
 
 
 def test_what_is_owned_counts_until_it_is_read():
-    """A backward's saved activations: the one who is read alone is read first."""
+    """A backward's saved activations: the one that is read alone is read first."""
     nodes = [neg("k0", "x", "a"), neg("k1", "s", "b"), node("k2", ["a", "b"], "c", 64)]
     table = [buffer("x", "input"), buffer("s", "input", n=4096), buffer("a"), buffer("b"), buffer("c")]
     p = program(nodes, table, ["c"], inputs=("x", "s"))

@@ -346,7 +346,7 @@ def test_assembly_text_is_compiled_for_gpus_that_the_build_names(on_gpu: tuple[P
 
 
 def test_what_pytorch_allocates_is_not_recorded(tmp_path: Path) -> None:
-    """Nobody could say whether the caller has the results still."""
+    """It could not be known whether the caller has the results still."""
     for fn, recorded in (
         (lambda x: torch.relu(x).cumsum(0) * 2, True),
         (lambda x: torch.relu(x).sort(0).values * 2, False),

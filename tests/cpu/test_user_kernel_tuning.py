@@ -69,6 +69,12 @@ def theirs(x: Tensor, y: Tensor) -> Tensor:
 theirs.register_fake(lambda x, y: torch.empty_like(x))
 
 
+def launching(x: Tensor, y: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    add_kernel[(8,)](x, y, out, x.numel(), BLOCK=128)
+    return out
+
+
 def test_candidates_that_launch() -> None:
     """Of a registered op: their neighbours are planned around them, nothing is lost; one that writes to an argument is
     refused, with the kernel's name."""
@@ -100,11 +106,6 @@ def test_candidates_that_launch() -> None:
 def test_a_candidate_in_a_package(tmp_path: Path) -> None:
     """It is traced when the program is lowered, long after the capture; a plain launch in it is recorded too."""
 
-    def launching(x: Tensor, y: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        add_kernel[(8,)](x, y, out, x.numel(), BLOCK=128)
-        return out
-
     reflib.register_custom_op_autotuning(theirs, configs=[launching])
     pins = {"user_kernels::theirs": {"x[1000] y[1000]": "launching"}}
     args = torch.randn(1000), torch.randn(1000)
@@ -119,11 +120,6 @@ def test_a_candidate_in_a_package(tmp_path: Path) -> None:
 
 def test_a_candidate_that_cannot_be_compiled_is_out_alone() -> None:
     """Here for a CPU: the others are measured."""
-
-    def launching(x: Tensor, y: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        add_kernel[(8,)](x, y, out, x.numel(), BLOCK=128)
-        return out
 
     reflib.register_custom_op_autotuning(theirs, configs=[launching, lambda x, y: y + x])
     x, y = torch.randn(1000), torch.randn(1000)

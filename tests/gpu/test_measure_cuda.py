@@ -68,7 +68,7 @@ def test_cold_weights() -> None:
     if l2 > 40 * 2**20:
         assert row.cold_us > 1.1 * row.warm_us, result
     bandwidth = 4096 * 2048 * 2 / (row.cold_us * 1e-6)
-    assert bandwidth < 9e12, f"{bandwidth:.3g} bytes a second: not from memory"
+    assert bandwidth < 9e12, f"{bandwidth:.3g} bytes per second: not from memory"
     assert race(p, aten=f).row("aten").cold_us is None
 
 

@@ -129,7 +129,7 @@ struct Relaxed {
 };
 }  // namespace
 
-// A graph uses the same addresses at every replay, and nobody says when it is gone: what a captured call allocates is
+// A graph uses the same addresses at every replay, and nothing says when it is gone: what a captured call allocates is
 // freed with this object. What the call gives back serves the same stream of the same capture again.
 void *Gpu::allocate_captured(size_t bytes, void *stream, uint64_t capture) {
   std::lock_guard<std::mutex> guard(lock);

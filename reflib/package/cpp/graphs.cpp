@@ -18,7 +18,7 @@ void Recordings::forget(Recording &r) {
     if (v.kind == VALUE_TENSOR) torch().delete_handle(v.tensor);
 }
 
-// Does nobody else have what it returned? Its results are new handles then.
+// Is nothing else referring to what it returned? Its results are new handles then.
 bool Recordings::replay(const Recording &r, void *stream, std::vector<Value> &out) {
   for (size_t i = 0; i < out.size(); ++i)
     if (r.outputs[i].kind == VALUE_TENSOR && uses(r.outputs[i].tensor) != r.uses[i]) return false;

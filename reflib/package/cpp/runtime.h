@@ -197,7 +197,7 @@ const Torch &torch();
 // A tensor over memory that it does not own. The caller deletes it.
 Handle in_memory(void *data, int32_t dtype, const std::shared_ptr<Gpu> &gpu, const std::vector<int64_t> &sizes,
                  const std::vector<int64_t> &strides);
-// How many tensors are in its storage; 0: the storage is somebody else's. (Not where PyTorch allocates.)
+// How many tensors are in its storage; 0: the storage is not its own. (Not where PyTorch allocates.)
 long uses(Handle h);
 // While it lives, this thread allocates on the GPU (null: on the CPU), in the order of the stream.
 struct Scope {
@@ -223,7 +223,7 @@ class Recordings {
   struct Recording {
     void *graph = nullptr;
     std::vector<Value> outputs;
-    std::vector<long> uses;  // of an output's storage, when nobody else has it
+    std::vector<long> uses;  // of an output's storage, when nothing else refers to it
   };
   bool replay(const Recording &r, void *stream, std::vector<Value> &out);
   void forget(Recording &r);
