@@ -30,7 +30,7 @@ def dynamo_graph_to_aten(
 
     def compiler(name: str) -> Callable[..., Any]:
         def compile_one(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list], Any]:
-            fn = compile_graph(Graph(gm, name, _weights(gm)), example_inputs)
+            fn = compile_graph(Graph(gm, name, *_known(gm, name)), example_inputs)
             fn._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd: takes a list, which it may empty
             return fn
 
@@ -58,11 +58,11 @@ def partitioner(rewrite: Rewrite) -> Callable[..., Any]:
     return partition
 
 
-def _weights(gm: torch.fx.GraphModule) -> frozenset[str]:
-    """Placeholders that hold parameters. AOTAutograd has their positions among the forward's inputs, and names inputs
-    by position: ``primals_N`` in a forward graph and where a backward graph reads a saved one, ``argN_1`` in an
-    inference graph."""
-    context = torch._guards.TracingContext.try_get()
-    static = getattr(getattr(context, "fw_metadata", None), "static_input_indices", None) or []
-    names = {f"primals_{i + 1}" for i in static} | {f"arg{i}_1" for i in static}
-    return frozenset(n.name for n in gm.graph.nodes if n.op == "placeholder" and n.name in names)
+def _known(gm: torch.fx.GraphModule, name: str) -> tuple[frozenset[str], int]:
+    """Placeholders that hold parameters, and how many outputs are for the backward. AOTAutograd has the positions of
+    the former among the forward's inputs, and names inputs by position: ``primals_N`` in a forward graph and where a
+    backward graph reads a saved one, ``argN_1`` in an inference graph."""
+    info: Any = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
+    names = {x for i in getattr(info, "static_input_indices", None) or [] for x in (f"primals_{i + 1}", f"arg{i}_1")}
+    saved = len(gm.graph.output_node().args[0]) - info.num_forward if name == "forward" else 0
+    return frozenset(n.name for n in gm.graph.nodes if n.op == "placeholder" and n.name in names), saved

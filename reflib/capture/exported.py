@@ -41,7 +41,7 @@ def exported_graph(program: Any, decompositions: dict, rewrite: Rewrite = lambda
         env.guards[before:] = [g for g in env.guards[before:] if not _of_two_or_more(g.expr)]
     _writes(program)
     held = {s.arg.name for s in program.graph_signature.input_specs if s.kind.name in ("PARAMETER", "BUFFER")}
-    return Graph(program.graph_module, "inference", frozenset(held), ranges_of(program)), program
+    return Graph(program.graph_module, "inference", frozenset(held), ranges=ranges_of(program)), program
 
 
 def _rewritten(program: Any, rewrite: Rewrite) -> Any:

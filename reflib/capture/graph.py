@@ -15,12 +15,14 @@ class Graph:
     module: the FX graph; placeholders are its inputs in call order (tensors and SymInts), ``get_attr`` its constants.
     name: ``inference``, ``forward`` or ``backward``.
     weights: names of the placeholders that are parameters or buffers of the model, where that is known.
+    saved: how many of the outputs, the last ones, are for a backward graph.
     ranges: of symbols, by name: (least, most or None), where capture states more than the graph's ShapeEnv says.
     """
 
     module: torch.fx.GraphModule
     name: str = "inference"
     weights: frozenset[str] = frozenset()
+    saved: int = 0
     ranges: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
 
     @property

@@ -368,7 +368,8 @@ Node = LoopNest | Extern | Template | Choice | Variants | KernelNode
 @dataclass(frozen=True)
 class Program:
     """``inputs``: buffer names and size symbols in call order (``None``: an argument that is unused or plain data).
-    ``outputs``: View, Expr (a symbolic int), None or plain data. ``buffers``: by name, in order of creation.
+    ``outputs``: View, Expr (a symbolic int), None or plain data; the last ``saved`` are for a backward.
+    ``buffers``: by name, in order of creation.
     ``constants``: the tensors behind ``const`` buffers (by name), and other captured objects an Extern needs.
     ``weights``: inputs that are the same in every call (parameters), where capture finds out.
     ``tuned``: (size, least, most, what, op): sizes an op was decided for; a call outside them is logged once.
@@ -383,6 +384,7 @@ class Program:
     weights: tuple[str, ...] = ()
     tuned: tuple[tuple[Expr, int, int, str, str], ...] = ()
     checks: tuple[tuple[tuple[Assume, ...], str], ...] = ()
+    saved: int = 0
 
     def __str__(self) -> str:
         from .printer import format_program

@@ -67,8 +67,10 @@ def select(body: Body, positions: Iterable[int]) -> tuple[Stmt, ...]:
 
 
 def eliminate_dead(body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
-    """Without statements that no store needs."""
-    live = needed(body, (i for i, s in enumerate(body) if isinstance(s, Store)))
+    """Without stores that a later one replaces (it may come before them: they after a sum) and what no store needs."""
+    stores = [(i, s) for i, s in enumerate(body) if isinstance(s, Store)]
+    last = {(s.buffer, s.index): i for i, s in stores if not s.reduce}
+    live = needed(body, (i for i, s in stores if i >= last.get((s.buffer, s.index), i)))
     return body if len(live) == len(body) else select(body, live)
 
 

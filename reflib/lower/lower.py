@@ -66,7 +66,7 @@ def lower(graph: Graph, options: Options) -> Program:
             raise LoweringError(f"{node.op} {node.target} is not part of a functional ATen graph")
     nodes, buffers = remove_unused(low.nodes, low.buffers, outputs)
     weights = tuple(i for i in low.inputs if isinstance(i, str) and i in graph.weights)
-    return Program(tuple(low.inputs), buffers, nodes, outputs, low.constants, weights)
+    return Program(tuple(low.inputs), buffers, nodes, outputs, low.constants, weights, saved=graph.saved)
 
 
 class Lowering:

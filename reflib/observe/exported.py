@@ -64,7 +64,7 @@ def compile_exported(
     for node, fake in zip((n for n in subject.module.graph.nodes if n.op == "placeholder"), fakes):
         node.meta["val"] = fake
     weights, ranges = subject.exported["weights"], subject.exported["ranges"]
-    graph = Graph(subject.module, "inference", frozenset(weights), ranges)
+    graph = Graph(subject.module, "inference", frozenset(weights), ranges=ranges)
     made = run(graph, Options.make(subject.options))
     stages.append(made)
     call = subject.module if made.call is None else lambda *args: made.call(list(args))  # type: ignore[misc]

@@ -195,17 +195,18 @@ class _Writer:
         return lines
 
     def _layouts(self, x: Extern) -> list[str]:
-        """Check results whose meta function may promise another layout: ``expect`` copies, or raises."""
+        """Check results whose meta function may promise another layout: ``expect`` copies, or raises. What is passed on
+        is as it is."""
         p = self.printer
         lines = []
         for o in x.outputs if x.out is None else ():
-            if not isinstance(o, str):
+            if not isinstance(o, str) or o in p.inner.passed_on:
                 continue
             b = p.program.buffers[o]
             sizes = sorted(s.name for s in symbols_in((b.shape, b.strides)))
             promised = f"({_python_ints(b.shape)}), ({_python_ints(b.strides)})"
-            more = ", any_shape=True" if o in p.inner.passed_on else f", op={str(x.target)!r}"
-            which = p._function(f"expect_{o}", [o, *sizes], [f"{o} = expect({o}, {promised}{more})"], [o])
+            line = f"{o} = expect({o}, {promised}, op={str(x.target)!r})"
+            which = p._function(f"expect_{o}", [o, *sizes], [line], [o])
             args = [f"tensor({p.name(o)})", *(f"integer({p.name(s)})" for s in sizes)]
             shape = f"{p.ints(b.shape)}, {p.ints(b.strides)}"
             lines.append(f"if (!laid_out<{len(b.shape)}>(run, {p.name(o)}, {shape})) {{")

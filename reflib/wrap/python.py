@@ -204,8 +204,8 @@ class PythonPrinter:
             item = f"{result}[{i}]" if many else result
             if isinstance(o, str):
                 b, op = self.program.buffers[o], "" if str(x.target)[:5] == "aten." else f", op={str(x.target)!r}"
-                more = ", any_shape=True" if o in self.passed_on else op  # a call accepts what meta functions get wrong
-                self.put(f"{o} = expect({item}, {_tuple(b.shape)}, {_tuple(b.strides)}{more})")
+                expected = f"expect({item}, {_tuple(b.shape)}, {_tuple(b.strides)}{op})"
+                self.put(f"{o} = {item if o in self.passed_on else expected}")
         for sym, i, dim in x.symbols:
             item = f"{result}[{i}]" if many else result
             # NB: sizes of the results may be in terms of these, so they are bound before the checks above
@@ -276,12 +276,14 @@ class PythonPrinter:
 
 
 def passed_on(program: Program) -> set[str]:
-    """Buffers that calls return and that only calls, or the caller, use as a whole."""
+    """Buffers that calls return and that only calls, or the caller, use as a whole, in whichever layout. (A backward
+    needs the promised one.)"""
     externs = [n for n in walk(program.nodes) if isinstance(n, Extern)]
     out = {o for n in externs for o in n.outputs if isinstance(o, str)}
     views = [v for n in externs for v in iter_views((n.args, n.kwargs, n.outputs))] + list(iter_views(program.outputs))
     seen = {v.buffer for v in views if v != full_view(program.buffers[v.buffer])}
-    return out - seen - {b for n in kernel_nodes(program.nodes) for b in n.reads()}
+    saved = {v.buffer for v in iter_views(program.outputs[len(program.outputs) - program.saved :])}
+    return out - seen - saved - {b for n in kernel_nodes(program.nodes) for b in n.reads()}
 
 
 def checked_symbols(check: Check) -> list[str]:

@@ -23,14 +23,11 @@ def _alloc(device: str) -> Callable[..., torch.Tensor]:
     return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-def expect(t: Any, size: tuple[int, ...], stride: tuple[int, ...], any_shape: bool = False, op: str = "a call") -> Any:
-    """``t``, laid out as the captured graph said a call's result would be; a copy if the operator returned another
-    layout. ``any_shape``: no kernel relies on it."""
+def expect(t: Any, size: tuple[int, ...], stride: tuple[int, ...], op: str = "a call") -> Any:
+    """``t``, laid out as the captured graph said that a call's result would be: a copy if it is not."""
     if t.layout is not torch.strided or (t.shape == size and t.stride() == stride):
         return t
     if t.shape != size:
-        if any_shape:
-            return t
         raise ReflibError(f"{op} returned shape {tuple(t.shape)} where its meta function promised {size}")
     if all(n == 1 or s == w for n, s, w in zip(size, t.stride(), stride)) or t.numel() == 0:
         return t.as_strided(size, stride)

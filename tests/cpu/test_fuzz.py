@@ -4,8 +4,9 @@ Hypothesis draws a program: typed inputs as hostile as inputs come, then steps t
 values so far. It runs eagerly and compiled, forward and perhaps backward, with static or dynamic sizes, and
 ``tests.checking`` judges. A failure prints a small program to run by itself.
 
-Of two kinds: any ops, and updates in place: of inputs, temporaries and parts of them, which overlap, where inputs may
-be views of one another (from the first call on, or after a call with inputs that share nothing).
+Of three kinds: any ops; many more of them, class by class (``fuzz_templates``); and updates in place: of inputs,
+temporaries and parts of them, which overlap, where inputs may be views of one another (from the first call on, or after
+a call with inputs that share nothing).
 
     make fuzz N=5000            more of them, N of each kind, on all cores
     REFLIB_FUZZ_SECONDS=60      how long without N
@@ -28,6 +29,7 @@ from reflib.observe import repro
 from reflib.options import Options
 from reflib.pipeline import Backend
 from tests.checking import call, clone, wrong
+from tests.fuzz_templates import CLASSES, WINDOWS
 
 COUNT = int(os.environ.get("REFLIB_FUZZ") or 0)
 SECONDS = float(os.environ.get("REFLIB_FUZZ_SECONDS") or 20)
@@ -184,7 +186,7 @@ INDEX = (
     "{a}.tril() if {a}.dim() > 1 else {a}",
     "{a}.index_put((torch.zeros(1, dtype=torch.int64, device={a}.device),), {a}[-1:])",
     "torch.zeros_like({a}).scatter_add({d}, torch.zeros_like({a}, dtype=torch.int64), {a})",
-    "{a}.sort({d}, stable=True)[0]",
+    "{a}.sort(dim={d}, stable=True)[0]",
 )  # fmt: skip
 
 
@@ -328,6 +330,37 @@ def _step(draw: Any, one: Any, values: list[Any]) -> tuple[str, Any] | None:
     return _computed(text, values)
 
 
+@st.composite
+def others(draw: Any) -> tuple[Program_, bool, bool]:
+    """A program of the ops of ``fuzz_templates``: most steps are of two of its classes."""
+    one = lambda xs: draw(st.sampled_from(xs))  # noqa: E731
+    classes = [one(CLASSES), one(CLASSES)]
+    windows = WINDOWS in classes
+    rank = draw(st.integers(2, 5) if windows else st.integers(0, 4))
+    sizes = (1, 2, 3, 4, 5, 6, 8) if draw(st.integers(0, 7)) else (0, 1, 3)
+    narrow = one((("float32",), FLOATS, ("float16", "bfloat16"), OTHERS))
+    inputs = []
+    for n in range(draw(st.integers(1, 2))):
+        shape = inputs[0].shape if inputs and draw(st.integers(0, 2)) else tuple(one(sizes) for _ in range(rank))
+        layout = one(("plain", "plain", "transposed", "strided", "expanded", "offset", "misaligned"))
+        inputs.append(Input(one(narrow), shape, layout, draw(st.integers(0, 4)) == 0, n))
+    program = Program_(inputs)
+    values: list[Any] = program.args()
+    for _ in range(draw(st.integers(1, 5))):
+        a = max(len(values) - 1 - draw(st.integers(0, 1)), 0)
+        b = draw(st.integers(0, len(values) - 1))
+        known = draw(st.integers(0, 3)) == 0
+        step = _step(draw, one, values) if known else _filled(draw, values, a, one(one(classes)), b)
+        if step is not None:
+            program.steps.append(step[0])
+            values.append(step[1])
+    assume(program.steps)
+    last = len(values) - 1
+    program.outputs = sorted({last, *draw(st.lists(st.integers(len(inputs), last), max_size=2))})
+    backward = draw(st.booleans()) and any(i.dtype in FLOATS for i in inputs)
+    return program, draw(st.integers(0, 2)) == 0, backward
+
+
 # -- judging ----------------------------------------------------------------------------------------
 def judge(
     fn: Callable[..., Any],
@@ -407,14 +440,14 @@ def run_fuzz(examples: int, round_seed: int | None, failed: dict[str, str], kind
 
 
 @pytest.mark.parametrize("part", range(-(-COUNT // MOST) or 1))
-@pytest.mark.parametrize("kind", [programs, updating])
+@pytest.mark.parametrize("kind", [programs, updating, others])
 def test_fuzz_random_graphs(kind: Any, part: int) -> None:
     start, ran = time.monotonic(), 0
     if COUNT:
         ran = run_fuzz(min(MOST, COUNT - part * MOST), None, {}, kind)
     else:  # the same programs every time, as many as time allows
         round_seed = 0
-        while time.monotonic() - start < SECONDS / 2:
+        while time.monotonic() - start < SECONDS / 3:
             ran += run_fuzz(10, round_seed, {}, kind)
             round_seed += 1
     print(f"{ran} random graphs in {time.monotonic() - start:.0f} s")

@@ -135,3 +135,18 @@ def test_slices_that_overlap_earlier_ones() -> None:
         with torch.no_grad():
             reflib.compile(fn, wrapper=rng.choice(("python", "cpp")), dynamic=False)(got, y)
         torch.testing.assert_close(got, want, msg=str(program))
+
+
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_one_place_is_filled_again_after_a_sum(wrapper: str) -> None:
+    """In one kernel the last store comes after the loop, as what it replaces did."""
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x.gather(1, torch.zeros_like(x, dtype=torch.int64))
+        part = torch.as_strided(y, (1,), (1,)).fill_(1)
+        less = part.sub_(x.sum()) * 2
+        return part.fill_(1), less
+
+    x = torch.randn(5, 6)
+    got = reflib.compile(fn, verify=True, wrapper=wrapper)(x)
+    torch.testing.assert_close(got, fn(x))

@@ -5,7 +5,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -99,6 +99,8 @@ class Case:
     args: tuple[torch.Tensor, ...]
     backward: bool
     device: str = "cpu"
+    operands: tuple[Any, ...] = ()  # the op's own arguments
+    named: dict[str, Any] = field(default_factory=dict)
 
 
 def case(group: Group, number: int, sample: Any) -> Case:
@@ -120,7 +122,10 @@ def case(group: Group, number: int, sample: Any) -> Case:
         result = process(result) if backward else result
         return tuple(result) if type(result) in (list, torch.Size) else result
 
-    return Case(f"{group.name}|{number}", fn, tuple(leaves[i] for i in where), backward, group.device)
+    operands = (sample.input, *sample.args)
+    return Case(
+        f"{group.name}|{number}", fn, tuple(leaves[i] for i in where), backward, group.device, operands, sample.kwargs
+    )
 
 
 def _wide_dtype(x: Any) -> Any:
