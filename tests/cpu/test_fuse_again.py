@@ -4,16 +4,15 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from fuse_cases import GPU, PRODUCTS, as_template, check_same, kernels, lowered, products, templated
+from fuse_cases import GPU, PRODUCTS, as_template, check_same, kernels, lowered, templated
 
 from reflib.fuse import fuse
 from reflib.fuse.dependencies import dependencies
 from reflib.ir.expr import expr
 from reflib.ir.loops import BodyBuilder, LoopNest, Store
-from reflib.ir.program import Assume, Choice, Config, Extern, Ranges, Template, Variant, Variants
+from reflib.ir.program import Assume, Choice, Extern, Ranges, Variant, Variants
 from reflib.ir.verify import verify
 from reflib.options import Options
-from tests.choices import scheduled
 
 R = torch.randn
 X, W = R(4, 6), R(6, 8)
@@ -81,26 +80,11 @@ def test_dispatches_are_left_alone():
     again(f)
 
 
-def test_scheduled_kernels_are_left_alone():
-    f = products(layer, LAYER)
-    nodes = (scheduled(n, Config()) if isinstance(n, (LoopNest, Template)) else n for n in f.program.nodes)
-    f = replace(f, program=replace(f.program, nodes=tuple(nodes)))
-    second = again(f)
-    assert {g.kind for g in second.groups} == {"variants"}
-    check_same(f.program, second, layer, LAYER)
-
-
-def test_the_winner_is_fused():
-    """As ``choose`` does it: fuse, put the winner's nodes in place of the choice, fuse again."""
-    f = fuse(undecided(lowered(layer, LAYER)), Options(), GPU)
-    for number, kinds in enumerate((["extern", "pointwise", "pointwise"], ["pointwise", "template"])):
-        nodes = [m for n in f.program.nodes for m in (n.variants[number].nodes if isinstance(n, Choice) else (n,))]
-        program = replace(f.program, nodes=tuple(nodes))
-        second = fuse(program, Options(), GPU)
-        check_same(f.program, second, layer, LAYER)
-        assert sorted(g.kind for g in second.groups) == kinds
-        assert len({n.name for n in second.program.nodes}) == len(kinds)
-        again(second)
+def test_no_two_nodes_have_one_name():
+    program = lowered(lambda x, y: (x.sin() * 2, y.sin() * 2), [R(4), R(5)])
+    before = fuse(program, Options(), GPU).program.nodes[0]
+    second = fuse(replace(program, nodes=(*program.nodes[2:], before)), Options(), GPU)
+    assert len(second.program.nodes) == len({n.name for n in second.program.nodes}) == 2
 
 
 def test_what_nobody_needs_goes():
