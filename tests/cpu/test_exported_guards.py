@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 import reflib
 from reflib.errors import ArgumentError
+from reflib.fuse.dependencies import dependencies
 from reflib.ir.expr import Sym, expr
 from reflib.ir.program import Buffer, Program, View
 from reflib.wrap.convention import Argument, Convention, Expected, Guard
@@ -270,6 +271,12 @@ def test_small_sizes(name: str, ahead: Callable[..., Any]) -> None:
     for call in refused:
         with pytest.raises(Exception, match=why):
             f(*call)
+
+
+def test_ops_with_effects_keep_their_order() -> None:
+    e = reflib.explain(torch.export.export(Alone(solved), (A, B)))
+    checks = [i for i, n in enumerate(e.scheduled.nodes) if "check_errors" in str(getattr(n, "target", ""))]
+    assert len(checks) == 2 and checks[0] in dependencies(e.scheduled).before[checks[1]]
 
 
 def test_compiling_leaves_the_program_as_it_was() -> None:
