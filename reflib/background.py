@@ -30,6 +30,7 @@ from weakref import WeakSet
 
 import torch
 
+from .autotune.pool import threads
 from .errors import ReflibError
 from .logs import get as logger
 from .pipeline import tunings
@@ -69,6 +70,7 @@ class Background:
                 if self.turn is not None:
                     self.turn.queue()
                 self._thread = threading.Thread(target=self._work, name="reflib-tuning", daemon=True)
+                threads.add(self._thread)
                 self._thread.start()
 
     def _work(self) -> None:
@@ -82,6 +84,8 @@ class Background:
             self.state = "unchanged" if ours == theirs else "ready"
             if self.turn is not None and self.state == "unchanged":
                 self.turn.say(0)
+        except SystemExit:  # with the interpreter
+            self.state = "failed"
         except BaseException as e:
             self.failed(f"{type(e).__name__}: {e}")
         finally:

@@ -22,6 +22,9 @@ called at the interpreter's exit and on Ctrl-C (which reaches only the parent: t
 However the parent ends, its socket ends with it, and the zygote kills all. A forked child of the parent closes its copy
 of the socket and starts with an empty pool.
 
+**Threads.** At the interpreter's exit ``threads``, those that tune, are ended too. One that is inside PyTorch when the
+interpreter is gone would abort the process: Python ends it by unwinding, through C++ functions that let nothing pass.
+
 NB: not ``multiprocessing`` or ``ProcessPoolExecutor``: they import ``__main__`` again, are refused in daemonic
 processes, fail all jobs when one worker dies, and cannot end a job that runs.
 """
@@ -30,6 +33,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import itertools
 import os
 import pickle
@@ -52,6 +56,7 @@ from ..worker import Task, cores, first_line, kill_group
 from ..zygote import START_SECONDS, News, Submit, command, ending, tail
 
 CLOSE_SECONDS = 0.35  # for the zygote to kill and reap all
+ENDING_SECONDS = 10.0  # for ``threads`` to end with the interpreter
 # what every worker needs; names, because autotune may not import later stages
 PRELOAD = (
     "torch",
@@ -326,6 +331,7 @@ def child_path() -> list[str]:
 
 # -- the process's pool, its end and its forks --------------------------------------------------------
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _exiting = False
 _pool = Pool()
 
@@ -337,10 +343,16 @@ def pool(compilers: int = 0) -> Pool:
 
 
 def _at_exit() -> None:
+    """``threads`` get a SystemExit; what they wait for, jobs, is over when the pools are closed."""
     global _exiting
-    _exiting = True
+    _exiting, alive = True, [t for t in list(threads) if t.is_alive()]
+    for t in alive:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(t.ident or 0), ctypes.py_object(SystemExit))
     for p in list(_pools):
         p.close()
+    last = time.monotonic() + ENDING_SECONDS
+    for t in alive:
+        t.join(max(0.0, last - time.monotonic()))
 
 
 def _after_fork_in_child() -> None:

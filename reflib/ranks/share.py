@@ -32,6 +32,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..autotune.parts import parts_of
+from ..autotune.pool import threads
 from ..autotune.store import Outcome
 from ..ir.decision import Key
 from ..logs import get as logger
@@ -137,6 +138,7 @@ class Sharing:
         self.mine.add(key)
         if self.beating is None or not self.beating.is_alive():
             self.beating = threading.Thread(target=self._beat, name="reflib-beats", daemon=True)
+            threads.add(self.beating)
             self.beating.start()
 
     def _beat(self) -> None:
@@ -145,7 +147,7 @@ class Sharing:
                 self.store.add(f"reflib/beats/{self.rank}", 1)
             except RuntimeError:  # the store is gone, with the rank that held it
                 return
-            time.sleep(BEAT)
+            threading.main_thread().join(BEAT)  # (a pause that the interpreter's exit ends)
 
 
 _sharing: WeakKeyDictionary[Any, Sharing] = WeakKeyDictionary()

@@ -140,7 +140,9 @@ class _Team:
         failed, store = f"{where['prefix']}/failed", store_of(self.group)
         data |= {"imports": r.imports, "group": where}
         limits = Limits(seconds=1e6, candidate_seconds=self.options.candidate_seconds)
-        data |= {"request": replace(r, limits=limits), "switches": switches.read(), "limit": limits.candidate_seconds}
+        data |= {"request": replace(r, limits=limits), "switches": switches.read()}
+        # the worker that hangs is found first, not one that waits for it in a collective
+        data["limit"] = limits.candidate_seconds + STARTING
         workers = pool(self.options.compile_threads)
         job = Job(f"reflib.ranks.child:{what}", data, self.device, said=said, ended=ended, limit=limit + 5)
         workers.submit(job)
@@ -150,12 +152,12 @@ class _Team:
         how, facts, key = answer["how"], answer["facts"], r.key(data["name"])
         if how == "done":
             return facts.get("row") or Candidate(key, "ok")
+        if what == "try_one" and how != "cancelled":
+            store.set(failed, "")
+        if lost:  # (it may have been cancelled since)
+            return Candidate(key, lost["status"], why=lost["why"])
         if how == "cancelled":
             return Candidate(key, "error", why="ended, as another rank has failed")
-        if what == "try_one":
-            store.set(failed, "")
-        if lost:
-            return Candidate(key, lost["status"], why=lost["why"])
         return Candidate(key, how if how in WORST else "error", why=facts.get("why", how))
 
     def _where(self) -> dict[str, Any]:

@@ -1,11 +1,16 @@
 """Rows of the composition table: choices, and how they are tuned."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._higher_order_ops import scan, while_loop
 
 import reflib
+from reflib.background import Background
 from reflib.ir.program import Variants, kernel_variants
 from reflib.lab import told_times
 from reflib.pipeline import tunings
@@ -168,11 +173,22 @@ def tuning_in_the_background(device: str, wrapper: str) -> None:
     a, b = randn(8, 64, device=device), randn(64, 8, device=device) / 8
     check(fn, f, a, b)
     (tuning,) = tunings[f]
-    progress = reflib.wait_for_tuning(f, timeout=100)
+    progress = reflib.wait_for_tuning(f)
     assert progress.finished and not progress.failed, progress
     check(fn, f, a, b, times=2)
     assert is_in(wrapper, tuning.stages.wrapper)
     assert tuning.state == "swapped" or (device == "cuda" and tuning.state == "unchanged")  # there a guess may be best
+
+
+@contextmanager
+def tuning_waits() -> Iterator[None]:
+    """What is to be tuned in the background begins when the block has ended."""
+    ended, work = threading.Event(), Background._work
+    with mock.patch.object(Background, "_work", lambda b: ended.wait() and work(b)):
+        try:
+            yield
+        finally:
+            ended.set()
 
 
 def tuning_of_a_file(device: str, wrapper: str) -> None:
@@ -181,9 +197,10 @@ def tuning_of_a_file(device: str, wrapper: str) -> None:
     args = randn(16, 2048, device=device), randn(2048, 16, device=device) / 32
     c = compiled(fn, wrapper, autotune="background", candidate_seconds=60.0)
     assert isinstance(c, Packaged)
-    check(fn, c, *args)
-    options = c.options_in_file()
-    progress = reflib.wait_for_tuning(c.path, timeout=100)
+    with tuning_waits():
+        check(fn, c, *args)
+        options = c.options_in_file()
+    progress = reflib.wait_for_tuning(c.path)
     assert progress.finished and not progress.failed and progress.decisions, progress
     assert "autotune" not in options and c.options_in_file()["autotune"] == "blocking"
     check(fn, c, *args)

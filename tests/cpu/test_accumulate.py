@@ -154,6 +154,14 @@ def test_what_is_added_is_computed_there_and_readers_wait() -> None:
     assert set(add.writes()) == set(fill.writes()) == set(read.reads())
 
 
+def test_one_position_per_row_needs_none() -> None:
+    def fn(x: Any, i: Any, g: Any) -> Any:
+        return (torch.scatter_add(x.sin(), 1, i, g) * 2,)
+
+    f = fused(fn, torch.randn(5, 4), torch.randint(0, 4, (5, 1)), torch.randn(5, 1))
+    assert not adding(f) and len(kernels(f)) == 1
+
+
 def test_not_with_a_reduction() -> None:
     def fn(x: Any, i: Any, g: Any) -> Any:
         return (torch.index_add(x, 0, i, torch.softmax(g, -1)),)

@@ -124,6 +124,30 @@ def test_failing_in_the_background_changes_nothing(ops: Any, monkeypatch: pytest
     assert torch.allclose(f(a, b), (a @ b) * 4, atol=1e-4)
 
 
+TUNES = """
+from reflib.background import Background
+def tune(background):
+    while True:
+        torch.ones(9, 9) @ torch.ones(9, 9)
+        inside.set()
+Background(None, tune).start()
+"""
+BEATS = """
+from reflib.ranks import share
+share.BEAT, s = 0.0, object.__new__(share.Sharing)
+s.rank, s.mine, s.beating = 0, set(), None
+s.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+s.measuring("a question")
+inside.set()
+"""
+
+
+@pytest.mark.parametrize("program", [TUNES, BEATS], ids=["tunes", "beats"])
+def test_a_thread_in_pytorch_when_the_program_ends(program: str) -> None:
+    """The process is not aborted."""
+    python(f"import threading, torch\ninside = threading.Event(){program}inside.wait()")
+
+
 @pytest.mark.slow
 def test_nothing_is_lost_when_the_program_ends(tmp_path: Path) -> None:
     """It ends while a candidate hangs; the others' rows are there for the next."""

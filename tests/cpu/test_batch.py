@@ -248,6 +248,21 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path, stand: Stand) -> None:
     assert [slug for slug, *_ in stand.calls].count("a") == 1
 
 
+def test_a_full_disk_where_a_job_runs(tmp_path: Path, stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = checkout(tmp_path, a="", b="")
+
+    def full_for_a(path: Path, *more: Any, **how: Any) -> Any:
+        if path.stem == "a":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return stand(path, *more, **how)
+
+    monkeypatch.setattr(executing, "execute", full_for_a)
+    status, _ = run(root, tmp_path / "out")
+    found = results(tmp_path / "out")
+    assert status == 1 and found["b"]["status"] == "ok"
+    assert "no space is left on the disk of" in found["a"]["error"] and "TMPDIR" in found["a"]["error"]
+
+
 def test_a_full_disk_where_results_go(tmp_path: Path, stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is executed again, later."""
     root = checkout(tmp_path, a="", b="", c="")

@@ -217,3 +217,24 @@ def test_the_facts_of_a_worker_need_no_reflib_to_be_asked() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd="/")
     assert done.stdout.strip() == socket.gethostname(), done.stderr
     assert b"reflib.batch.cluster" not in sent.split(b"facts_of_worker")[0]
+
+
+def test_a_cluster_in_this_process_opens_no_port() -> None:
+    before = listening()
+    cluster = clusters.local(2)
+    try:
+        assert (cluster.slots("cpu"), cluster.slots("cuda")) == (2, 0)
+        assert listening() == before
+    finally:
+        cluster.close()
+
+
+def listening() -> set[str]:
+    """This process's TCP sockets that listen."""
+    own = set()
+    for handle in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(handle).removeprefix("socket:[").removesuffix("]"))
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables for line in table]
+    return {line[1] for line in lines if line[3] == "0A" and line[9] in own}

@@ -1,6 +1,8 @@
 """Whole models captured by ``torch.export``, on both devices."""
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -33,6 +35,34 @@ def test_state_is_the_models_own_tensors(device: str) -> None:
     assert all(type(t) in (torch.Tensor, nn.Parameter) and t.device.type == "cpu" for t in state.values())
     assert devices(e) == {torch.device(device, 0) if device == "cuda" else torch.device("cpu")}
     lower(e.graph, Options(verify=True))
+
+
+def test_the_result_does_not_keep_the_module() -> None:
+    for device in DEVICES:
+        model = Everything().eval()
+        arg = x(4, 8)
+        e = export_for(model, (arg,), device=device)
+        refs = [weakref.ref(m) for m in model.modules()] + [weakref.ref(arg)]
+        weight = weakref.ref(model.linear.weight)
+        del model, arg
+        gc.collect()
+        assert [r() for r in refs] == [None] * len(refs), device
+        assert weight() is not None
+        del e
+        gc.collect()
+        assert weight() is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nested_arguments_and_keywords(device: str) -> None:
+    def fn(pair: Any, scale: float, *, more: Any = None) -> Any:
+        return {"sum": pair[0] + pair[1]["b"] * scale, "more": more}
+
+    a, b, c = x(3), x(4)[:3], x(3)
+    e = export_for(fn, ((a, {"b": b}), 2.0), {"more": c}, device=device)
+    assert e.state == {}
+    assert e.program.call_spec.in_spec == torch.utils._pytree.tree_structure((((a, {"b": b}), 2.0), {"more": c}))
+    assert e.program.call_spec.out_spec == torch.utils._pytree.tree_structure({"sum": a, "more": c})
 
 
 def test_numbers_on_both_devices() -> None:

@@ -15,7 +15,7 @@ from reflib.c_shims import Shim, parse
 from reflib.errors import OptionError
 from reflib.options import Options
 from reflib.wrap import host
-from reflib.wrap.aten import in_python
+from reflib.wrap.aten import in_python, number, quoted
 from tests import c_library
 
 pytestmark = pytest.mark.skipif(bool(host.why_not()), reason="no C++ wrapper here")
@@ -143,6 +143,14 @@ def test_errors_are_eagers(f: Callable[..., Any], args: tuple) -> None:
     g = reflib.compile(f, wrapper="cpp")
     for _ in range(2):  # under AOTAutograd's mode the exception comes from Python, then from C++
         assert outcome(g) == want
+
+
+def test_text_in_cpp() -> None:
+    assert [number(v) for v in (1.0, 1e-5, float("-inf"), float("nan"))] == [
+        "1.0", "1e-05", "-__builtin_inf()", '__builtin_nan("")'
+    ]  # fmt: skip
+    assert quoted('a "b" \\') == '"a \\"b\\" \\\\"'
+    assert not in_python(torch.ops.aten.mm.default)
 
 
 # -- ops and functions of a C library ------------------------------------------------------------------

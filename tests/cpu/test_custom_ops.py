@@ -11,10 +11,10 @@ from torch import Tensor
 from reflib import CustomOpConfig, register_custom_op_autotuning
 from reflib.errors import LoweringError
 from reflib.ir.expr import Sym, expr
-from reflib.ir.program import Choice, Extern
+from reflib.ir.program import Assume, Choice, Extern
 from reflib.lower import custom_ops
 from reflib.lower.rules import Unsupported
-from reflib.lower.subgraph import assumptions
+from reflib.lower.subgraph import assumptions, without_implied
 from reflib.lower.symbols import Symbols
 from tests.choices import Lowered, check_all, choices
 from tests.registered_ops import around, double, empty_registry, mm_relu, plain, split, stats, tensors  # noqa: F401
@@ -386,6 +386,13 @@ def test_conditions_as_facts() -> None:
     for condition in (sympy.Or(a > 3, b > 3), sympy.Eq(sympy.sin(a), 0)):
         with pytest.raises(Unsupported):
             facts(condition)
+
+
+def test_what_divisibility_implies_is_dropped() -> None:
+    n = expr(Sym("n", 2, None))
+    divisible, odd = Assume("divisible", n, 4), Assume("differs", n, 8)
+    facts = [Assume("equal", n - n // 4 * 4, 0), divisible, odd, Assume("differs", n - n // 4, 0), divisible]
+    assert without_implied(facts) == (divisible, odd)
 
 
 def test_sizes_and_optional_tensors_as_arguments() -> None:

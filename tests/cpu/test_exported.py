@@ -28,6 +28,15 @@ def test_extreme_of_nothing_is_eagers_error():
         torch.compile(lambda x: x.max(0), backend="reflib")(torch.randn(0, 4))
 
 
+def test_options_are_refused_before_capture():
+    with pytest.raises(reflib.OptionError, match="wrapper='c\\+\\+': must be one of 'python', 'cpp', 'auto'"):
+        reflib.compile(Scale(), wrapper="c++")
+    with pytest.raises(reflib.OptionError, match="sm_1"):
+        reflib.compile(Scale(), target="sm_1")
+    with pytest.raises(reflib.OptionError, match="at least 1"):
+        reflib.Options(max_fused_ops=0)
+
+
 # -- the fast path --------------------------------------------------------------------------------------
 def exported(fn, x, sizes=None, way="cpp"):
     """``sizes``: those of ``x`` that may change."""

@@ -2,6 +2,7 @@
 guards take the fast path, and what a package exports to C++ checks them too."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 from torch.export import Dim
+from torch.utils import _pytree as pytree
 
 import reflib
 from reflib.errors import ArgumentError
+from reflib.fuse.dependencies import dependencies
+from reflib.ir.expr import Sym, expr
+from reflib.ir.program import Buffer, Program, View
+from reflib.wrap.convention import Argument, Convention, Expected, Guard
+from reflib.wrap.exported import ExportedCallable
+from reflib.wrap.guards import checked
 from tests.exporting import Alone
 
 
@@ -173,6 +181,25 @@ def test_an_int_that_two_arguments_tell() -> None:
 
 
 # -- symbols that no size gives directly -----------------------------------------------------------------
+def by_hand(shape: tuple[Any, ...], *guards: Guard) -> tuple[Program, Convention]:
+    """A program of one argument, which it returns."""
+    cpu, strides = torch.device("cpu"), (expr(1),) * len(shape)
+    x = Buffer("x", torch.float32, cpu, shape, strides, "input")
+    program = Program(("x",), {"x": x}, (), (View("x", shape, strides, expr(0), torch.float32),))
+    arguments = (Argument("x", Expected(torch.float32, cpu, shape, strides)),)
+    return program, Convention(("",), arguments, (), None, None, {}, ("cpu",), guards)
+
+
+def test_a_symbol_that_no_argument_tells() -> None:
+    a, b = expr(Sym("a")), expr(Sym("b"))
+    with pytest.raises(reflib.ReflibError, match=r"the size a\*b of argument x cannot be checked .* what a is"):
+        checked(*by_hand((a * b,)))
+    guarded = by_hand((a,), Guard("at_least", b - a - 1, "b > a"))
+    with pytest.raises(reflib.ReflibError, match=r"exported where b > a holds of its sizes, which .* what b is"):
+        checked(*guarded)
+    made = replace(guarded[1], in_spec=pytree.tree_structure(((0,), {})))  # of a package that makes no sense
+    with pytest.raises(reflib.ReflibError, match=r"b > a, which was assumed of its sizes, .* what b is"):
+        ExportedCallable(made, {}, lambda args: args)
 
 
 @pytest.mark.parametrize("wrapper", ["python", "cpp"])
@@ -244,6 +271,12 @@ def test_small_sizes(name: str, ahead: Callable[..., Any]) -> None:
     for call in refused:
         with pytest.raises(Exception, match=why):
             f(*call)
+
+
+def test_ops_with_effects_keep_their_order() -> None:
+    e = reflib.explain(torch.export.export(Alone(solved), (A, B)))
+    checks = [i for i, n in enumerate(e.scheduled.nodes) if "check_errors" in str(getattr(n, "target", ""))]
+    assert len(checks) == 2 and checks[0] in dependencies(e.scheduled).before[checks[1]]
 
 
 def test_compiling_leaves_the_program_as_it_was() -> None:

@@ -1,7 +1,7 @@
 """Keywords, containers, constants, ints, results in containers, mutations: on the fast path too."""
 
 import functools
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,6 +31,32 @@ pytree.register_dataclass(Record, serialized_type_name="tests.structure.Record")
 
 
 # -- the printed functions ------------------------------------------------------------------------------
+TREES: dict[str, tuple[tuple, dict]] = {
+    "nothing": ((), {}),
+    "positional": ((1, 2), {}),
+    "keywords": ((), {"b": 1, "a": 2}),
+    "nested": ((1, {"x": [2, (3,)], "empty": (), 7: {}}, [[], [4]]), {"k": {"z": None, "y": 5}}),
+    "named": ((Pair(1, [2]), OrderedDict(q=3, p=(4,))), {}),
+    "keys": (({("a", 1): 1, torch.float32: 2, True: 3, "it's": 4},), {}),
+    "classes": ((Record(1, [2]), deque([3])), {"r": 4, "q": 5}),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_apart_and_together_as_pytree_does(name: str) -> None:
+    args, kwargs = TREES[name]
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    apart = structure.takes_apart(spec)
+    assert apart(args, kwargs) == tuple(leaves)
+    assert apart(args, dict(reversed(kwargs.items()))) == tuple(leaves)
+    assert apart((*args, 1), kwargs) is None and apart(args, {**kwargs, "more": 1}) is None
+    assert not args or apart(args[1:], kwargs) is None
+    assert not kwargs or apart(args, {}) is None
+    names: dict[str, Any] = {"leaves": leaves}
+    text = structure.built(spec, [f"leaves[{i}]" for i in range(len(leaves))], names)
+    again = eval(text, names)
+    assert again == (args, kwargs) and pytree.tree_structure(again) == spec
+    assert ("tree_unflatten" in text) == (name == "classes")
 
 
 @pytest.mark.parametrize(

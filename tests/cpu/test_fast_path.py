@@ -97,6 +97,18 @@ def test_calls_agree_with_eager_and_take_the_path(name):
         assert known(f).entries[0].check({"x": A}), "the most recent is checked first"
 
 
+def test_bind_returns_the_frames_locals():
+    def fn(x, /, y=2, *ws, z, k=5, **more):
+        return dict(locals())
+
+    bind = fast_path._bind(fn)
+    for args, kwargs in [((1,), {"z": 3}), ((1, 2, 3, 4), {"z": 3, "b": 1, "x": 7}), ((1,), {"y": 4, "z": 5})]:
+        assert bind(*args, **kwargs) == fn(*args, **kwargs)
+    for args, kwargs in [((), {}), ((1,), {}), ((1, 2), {"y": 3, "z": 1})]:
+        with pytest.raises(TypeError):
+            bind(*args, **kwargs)
+
+
 def test_fullgraph_raises_at_a_graph_break():
     f, _ = compiled(breaks, fullgraph=True)
     for _ in range(2):

@@ -1,5 +1,6 @@
 """Matrix products take in what follows them: which kernels come out, that they compute the same, and why not more."""
 
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 from test_fuse_random import FAST, binary, interpretation, row, step, unary, view
 
 from reflib.fuse import fuse
+from reflib.ir.expr import expr
+from reflib.ir.loops import BodyBuilder, LoopNest
 from reflib.options import Options
 
 R = torch.randn
@@ -199,6 +202,23 @@ def test_a_widened_product_is_read_as_it_was():
     f = products(fn, args)
     assert len(templates(f)) == 1 and len(kernels(f)) == 1
     assert {b.dtype for b in f.program.buffers.values()} == {torch.bfloat16}
+
+
+def test_a_scatter_stays_out():
+    """Here a consumer is changed into one."""
+    args = [X, W, torch.tensor([2, 0, 3, 1])]
+    program = templated(lowered(lambda x, w, i: ((x @ w) * i[:, None],), args))
+    (loops,) = (n for n in program.nodes if isinstance(n, LoopNest))
+    (store,) = loops.stores()
+    b = BodyBuilder()
+    rows, columns = (expr(a.var) for a in loops.axes)
+    row = b.indirect(b.load(program.inputs[2], rows, torch.int64), 4)
+    (load,) = (s for s in loops.loads() if s.buffer != program.inputs[2])
+    b.store(store.buffer, row * 8 + columns, b.add(load))
+    scatter = replace(loops, body=tuple(b.body))
+    program = replace(program, nodes=tuple(scatter if n is loops else n for n in program.nodes))
+    f = fuse(program, Options(), GPU)
+    assert len(f.groups) == 2 and any("scatter" in r.reason.text for r in f.refusals)
 
 
 def test_an_indirect_load_joins():

@@ -7,6 +7,7 @@ quotients of symbols.
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import reflib
+from reflib.fuse.dependencies import dependencies
 from reflib.options import Options
 from reflib.pipeline import Backend, Stages, eager, run
 from reflib.plan.memory import memory
+from reflib.plan.order import _before
 from tests.semantics import compare
 
 
@@ -277,3 +280,14 @@ def test_a_block_does_not_compute_the_blocks_before_it_again():
         loads.append([k.source.count("tl.load(") for k in kernels])
     assert max(loads[0]) == max(loads[1]) == max(loads[2]) <= 9 + 5  # a pooling reads nine, and its block the rest
     assert sum(loads[2]) - sum(loads[1]) == 2 * (sum(loads[1]) - sum(loads[0]))
+
+
+# -- what is known is kept --------------------------------------------------------------------------------
+def test_a_program_is_analyzed_and_a_buffer_measured_once() -> None:
+    program = reflib.explain(lambda x: torch.softmax(x * 2, -1), torch.zeros(64, 64), target="sm_90").scheduled
+    d, b = dependencies(program), next(iter(program.buffers.values()))
+    before = [set(b) for b in d.before]
+    _before(program)  # which has more of them
+    assert dependencies(program) is d and d.before == before
+    assert dependencies(replace(program)) == d and dependencies(replace(program)) is not d
+    assert b.nbytes is b.nbytes and b.extent is b.extent and b.numel is b.numel

@@ -74,6 +74,34 @@ def test_in_place(fn: Callable[..., Any], wrapper: str) -> None:
     assert all(e.scheduled.buffers[b].numel.hint() < C.numel() for b in made)
 
 
+@torch.library.custom_op("reflib_in_place::rows", mutates_args=("cache",))
+def rows(cache: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    cache.index_copy_(1, i, v)
+    return v.sum(-1)
+
+
+@rows.register_fake
+def _(cache: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return v.sum(-1)
+
+
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_a_custom_op_writes_to_what_it_is_given(wrapper: str) -> None:
+    def fn(c: Any, v: Any, i: Any) -> Any:
+        a = rows(c[1], i, v)
+        b = rows(c[0], i, v + a[..., None])
+        return a + b, c[1].sum(1)
+
+    ours, theirs = C.clone(), C.clone()
+    with torch.no_grad():
+        torch.testing.assert_close(reflib.compile(fn, wrapper=wrapper, verify=True)(ours, V, I), fn(theirs, V, I))
+        torch.testing.assert_close(ours, theirs)
+        torch._dynamo.reset()
+        e = reflib.explain(fn, C, V, I)
+    assert len(e.updates) >= 2 and not [u for u in e.updates if u.why]
+    assert e.memory.peak_bytes < C.nbytes / L
+
+
 def test_sizes_that_are_symbols() -> None:
     def fn(c: Any, v: Any, p: int) -> Any:
         c[1, :, p : p + 1] = v

@@ -102,6 +102,7 @@ def test_it_says_why_not_in_words_and_on_the_edge(whynot):
 
 def test_every_node_and_nothing_off_the_page(whynot):
     spec = lab.fusion_graph(whynot, caption="c").spec
+    assert json.loads(json.dumps(spec)) == spec
     low, high = spec["encoding"]["x"]["scale"]["domain"]
     boxes = next(p for p in spec["layer"] if p["mark"]["type"] == "rect")["data"]["values"]
     assert {b["node"] for b in boxes} == {n.name for n in whynot.program.nodes}

@@ -342,6 +342,24 @@ def strides(call: Extern, argument: int) -> tuple[int, ...]:
     return tuple(int(s) for s in call.args[argument].strides)
 
 
+def test_blocks_that_are_alike_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each has memory of its own."""
+    runs, run = [], torch._ops.OpOverload.__call__
+
+    def counted(op, /, *args, **kwargs):
+        runs.append(op)
+        return run(op, *args, **kwargs)
+
+    body = [m for _ in range(6) for m in (nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.SiLU())]
+    with torch.no_grad():
+        graph = reflib.explain(nn.Sequential(*body), torch.randn(2, 8, 16, 16), target="sm_90").graph.module
+        monkeypatch.setattr(torch._ops.OpOverload, "__call__", counted)
+        changed = layouts.channels_last(graph, Options(), True)
+    assert runs.count(torch.ops.aten.convolution.default) <= 2
+    own = {n.meta["val"].untyped_storage()._cdata for n in convolutions(changed)}
+    assert len(own) == len(convolutions(changed)) == 6
+
+
 def test_a_cpu_keeps_its_order() -> None:
     x, w = torch.randn(2, 8, 16, 16), torch.randn(8, 8, 3, 3)
     assert len(externs(conv, x, w, target="cpu")) == 2
