@@ -27,6 +27,7 @@ from .attention_call import value
 from .random import LIBRARY
 
 LIBRARY.define("cumprod_backward(Tensor grad, Tensor x, Tensor y, int dim) -> Tensor")
+BACKWARD = torch.ops.reflib.cumprod_backward
 LONG, FEW = 16384, 256
 
 
@@ -57,7 +58,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        return torch.ops.reflib.cumprod_backward(grad, *ctx.saved_tensors, ctx.dim), None
+        return BACKWARD(grad, *ctx.saved_tensors, ctx.dim), None
 
 
 def cumprod(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
