@@ -27,6 +27,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "grouped": "capture.grouped_heads:grouped_heads",
         "apart": "capture.attention_apart:attention_apart",
         "launches": "capture.launch_checks:check_launches",
+        "products": "capture.products:products",
     },
     "pipeline.REWRITES": {
         "data_sizes": "capture.data_sizes:check_sizes",

@@ -19,7 +19,7 @@ from interpreter import answer, told
 from narrow_chains import DTYPES, chain, operands
 from torch import randn
 
-from reflib.capture import random  # noqa: F401  (its op)
+from reflib.capture import products, random  # noqa: F401  (their ops)
 from reflib.generate.kernel import Kernel
 from reflib.options import Options
 from reflib.pipeline import Backend, run
@@ -114,6 +114,7 @@ def _trained_pools(x: torch.Tensor) -> Any:
 def _scans(x: torch.Tensor, i: torch.Tensor) -> Any:
     x = torch.where(i == 3, float("nan"), x)
     sums = [(x.relu() + 1).cumsum(-1) * 2, x.cumsum(0), x.softmax(-1).cumsum(-1), i.cumsum(-1), x.cumprod(0)]
+    sums += [torch.ops.reflib.cumprod_backward(x + 1, x, x.cumprod(d), d) for d in (0, 1)]
     return [*sums, *x.cummax(-1), *i.cummin(-1), *i.cummax(0), x.logcumsumexp(-1), (i + x).cumsum(1).sum(1)]
 
 

@@ -25,6 +25,8 @@ import torch
 from torch._functorch import partitioners
 from torch._functorch.partitioners import get_aten_target
 
+from .products import BACKWARD
+
 aten = torch.ops.aten
 VIEWS = (aten.split_with_sizes, aten.unbind, aten.diagonal, aten.transpose, aten.unfold)
 MOVED = (aten.constant_pad_nd, aten.roll, aten._unsafe_index, aten.index_select, aten.im2col, aten.repeat)
@@ -99,8 +101,8 @@ def op_list() -> partitioners.OpTypes:
         return ops
     more = {*VIEWS, *MOVED, *WHOLE}
     return Ops(
-        ops.fusible_ops | more | {*WINDOWS}, ops.compute_intensive_ops, ops.random_ops, ops.view_ops | {*VIEWS},
-        ops.recomputable_ops | more,
+        ops.fusible_ops | more | {*WINDOWS, BACKWARD}, ops.compute_intensive_ops, ops.random_ops,
+        ops.view_ops | {*VIEWS}, ops.recomputable_ops | more,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from ..ir.expr import Ref, product
-from ..ir.instructions import PER_BYTE, work_of
+from ..ir.instructions import LOAD, PER_BYTE, weight, work_of
 from ..ir.loops import Axis, Indirect, Load, LoopNest, Op, Reduce, Scan, Store, stmt_args
 from ..ir.ops import value_dtype
 from ..ir.program import Buffer, Node, Program
@@ -148,7 +148,8 @@ def _from_stored(program: Program, writer: LoopNest, have: set[str]) -> tuple[Lo
 
 
 def _of_rows(writer: LoopNest, name: str) -> dict[int, Load]:
-    """Results of reductions that ``name`` is made from, one per row, as loads from buffers that there may be."""
+    """What ``name`` is made from and a row has one of, as loads from buffers that there may be: results of reductions,
+    and what was computed once per row and would be for each element (a sine)."""
     if any(isinstance(s, (Scan, Indirect)) for s in writer.body):
         return {}
     level = varying(writer.body, writer.reduced_vars)
@@ -158,6 +159,7 @@ def _of_rows(writer: LoopNest, name: str) -> dict[int, Load]:
     for i in needed(writer.body, (i for i, s in enumerate(writer.body) if isinstance(s, Store) and s.buffer == name)):
         s = writer.body[i]
         reduced[i] = isinstance(s, Reduce) or not level[i] and any(reduced[a] for a in stmt_args(s))
+        reduced[i] = reduced[i] or not level[i] and bool(writer.reduced) and weight(s) > 2 * LOAD
         for a in stmt_args(s) if level[i] and not isinstance(s, Reduce) else ():
             value = writer.body[a]
             if reduced[a] and isinstance(value, (Reduce, Op)):

@@ -93,10 +93,13 @@ def slices(fused: Fused, options: Options, target: Target) -> Fused:
     """The same results, read from where they were before they were written to a slice. Assumes a legal order; nodes and
     buffers that are not needed any more are removed."""
     program = fused.program
-    reads = _Reads(program)
-    nodes = [reads.resolved(i, n) if isinstance(n, LoopNest) else n for i, n in enumerate(program.nodes)]
-    if not reads.writes:
-        return fused
+    whole = program.output_buffers()
+    for _ in range(2):
+        reads = _Reads(program, frozenset(whole))
+        nodes = [reads.resolved(i, n) if isinstance(n, LoopNest) else n for i, n in enumerate(program.nodes)]
+        if not reads.writes:
+            return fused
+        whole |= reads.undecided
     program = remove_dead(replace(program, nodes=tuple(nodes)))
     return replace(fused, program=program)
 
@@ -104,10 +107,14 @@ def slices(fused: Fused, options: Options, target: Target) -> Fused:
 # -- reads ------------------------------------------------------------------------------------------
 class _Reads:
     """The writes so far, by buffer; a load of one is resolved as far as bounds decide. ``copies``: loads of these read
-    another buffer at the same place; since when, the loop variables, the load."""
+    another buffer at the same place; since when, the loop variables, the load.
 
-    def __init__(self, program: Program):
+    ``whole``: buffers that are in memory anyway. One is read where the value in its slice is nearly all of it: the
+    inside of a box, which a slice per dimension leaves, would be in memory as well. ``undecided``: where loads end."""
+
+    def __init__(self, program: Program, whole: frozenset[str] = frozenset()):
         self.program, self.depends = program, dependencies(program)
+        self.whole, self.undecided = whole, set[str]()
         self.writes: dict[str, Write] = {}
         self.copies: dict[str, tuple[int, tuple[Var | None, ...], Load]] = {}
 
@@ -151,6 +158,9 @@ class _Reads:
             inside = write.holds(coords[write.dim])
             value = write.new if inside else write.old
             if inside is None or value.dtype != load.dtype:
+                self.undecided.add(write.buffer)
+                return load
+            if inside and isinstance(value, Load) and write.buffer in self.whole and self._most(write, value):
                 return load
             if isinstance(value, Const):
                 return value
@@ -165,6 +175,11 @@ class _Reads:
             )
             write, coords = self.writes.get(load.buffer), None
         return load
+
+    def _most(self, write: Write, value: Load) -> bool:
+        """Is the slice more than half of what it is written to?"""
+        size = write.high - write.low
+        return (2 * size - write.step * self.program.buffers[write.buffer].shape[write.dim]).hint() > 0
 
     def _find_copy(self, position: int, node: LoopNest) -> None:
         """Remember ``node`` if it copies a write, or copies something to a buffer with gaps."""

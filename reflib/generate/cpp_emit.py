@@ -375,7 +375,7 @@ class Emitter:
         for i, s in enumerate(self.body):
             if isinstance(s, Scan):
                 self.w.line(f"{text.scan_type(s, self.body[s.args[0]].dtype)} acc{i}{size};")
-                if len(s.args) == 2:
+                if s.kind.startswith("arg"):
                     self.w.line(f"int64_t at{i}{size};")
 
     def _start_scans(self, statements: Sequence[int], in_tile: str = "") -> list[int]:
@@ -386,7 +386,7 @@ class Emitter:
             for i in scans:
                 s = self.body[i]
                 first = text.literal(start(s.kind, self.body[s.args[0]].dtype), self.body[s.args[0]].dtype)
-                self.w.line(f"acc{i}{place} = {first};" + (f" at{i}{place} = 0;" if len(s.args) == 2 else ""))
+                self.w.line(f"acc{i}{place} = {first};" + (f" at{i}{place} = 0;" if s.kind.startswith("arg") else ""))
         return scans
 
     def _scan(self, i: int, s: Scan) -> None:
@@ -395,7 +395,8 @@ class Emitter:
         dtypes = [self.body[a].dtype for a in s.args]
         values = [f"({text.CTYPE[d]}){self._name(a)}" for a, d in zip(s.args, dtypes)]
         self.w.line(text.scan(s.kind, acc, at, values))
-        self.w.line(f"const {text.CTYPE[s.dtype]} v{i} = ({text.CTYPE[s.dtype]}){at if len(values) == 2 else acc};")
+        made = at if s.kind.startswith("arg") else acc
+        self.w.line(f"const {text.CTYPE[s.dtype]} v{i} = ({text.CTYPE[s.dtype]}){made};")
 
     # -- statements -----------------------------------------------------------------------------
     def _statements(self, positions: Iterable[int]) -> None:

@@ -185,13 +185,15 @@ def clause(kind: str) -> str:
 # -- scans ------------------------------------------------------------------------------------------
 def scan_type(s: Scan, dtype: torch.dtype) -> str:
     """An accumulator's type: sums of floats in double, as eager's."""
-    return "double" if dtype == torch.float32 and s.kind in ("sum", "prod", "logsumexp") else CTYPE[dtype]
+    return "double" if dtype == torch.float32 and s.kind in ("sum", "prod", "logsumexp", "linear") else CTYPE[dtype]
 
 
 def scan(kind: str, acc: str, at: str, values: list[str]) -> str:
     """The statement that takes the next value (and its index) into ``acc`` (and ``at``)."""
     if kind == "logsumexp":
         return f"{acc} = op::log_add_exp({acc}, (double){values[0]});"
+    if kind == "linear":
+        return f"{acc} = {acc} * {values[0]} + {values[1]};"
     if len(values) == 1:
         return combine(kind, acc, values[0])
     sign = ">=" if kind == "argmax" else "<="

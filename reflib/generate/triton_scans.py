@@ -37,7 +37,8 @@ def _scan_at(printer: PartPrinter, i: int) -> tuple[Scan, list[torch.dtype], lis
 def declare(printer: PartPrinter, i: int) -> None:
     """What precedes the row."""
     s, dtypes, carries = _scan_at(printer, i)
-    first = (literal(start(s.kind, dtypes[0]), dtypes[0]), "1.0" if s.kind == "logsumexp" else "0")
+    before = literal(start(s.kind, dtypes[0]), dtypes[0])
+    first = ("1.0", before) if s.kind == "linear" else (before, "1.0" if s.kind == "logsumexp" else "0")
     for name, value, dtype in zip(carries, first, dtypes):
         printer.put(f"{name} = tl.full([XBLOCK, 1], {value}, {TL[dtype]})")
 
@@ -74,6 +75,11 @@ def {name}_so_far(a, i, b, j):
     return tl.where(take, b, a), tl.where(take, j, i)
 '''
 HELPERS = {
+    "linear_so_far": '''
+def linear_so_far(a, x, b, y):
+    """Of z -> a z + x, and then z -> b z + y."""
+    return a * b, b * x + y
+''',
     "argmax_so_far": _ARG.format(name="argmax", which="greatest", sign=">="),
     "argmin_so_far": _ARG.format(name="argmin", which="least", sign="<="),
     "logsumexp_so_far": '''

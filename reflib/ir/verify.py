@@ -311,10 +311,10 @@ class _Inside:
         self.fail_if(s.kind not in SCANS, i, f"there is no scan {s.kind!r}")
         self.fail_if(len(self.loops.reduced) != 1, i, f"runs along one r axis, has {len(self.loops.reduced)}")
         dtypes = [self.dtype(i, a) for a in s.args]
-        right = dtypes[1:] == ([torch.int64] if s.kind.startswith("arg") else [])
-        self.fail_if(not right, i, f"takes a value (an arg*: and an int64), has {dtypes}")
+        more = [torch.int64] if s.kind.startswith("arg") else dtypes[:1] if s.kind == "linear" else []
+        self.fail_if(dtypes[1:] != more, i, f"takes a value (arg*: and an int64; linear: two values), has {dtypes}")
         self.fail_if(s.dtype != dtypes[-1] or dtypes[0] == torch.bool, i, f"of {dtypes} is marked {s.dtype}")
-        self.fail_if(s.kind == "logsumexp" and not s.dtype.is_floating_point, i, "takes a float")
+        self.fail_if(s.kind in ("logsumexp", "linear") and not s.dtype.is_floating_point, i, "takes a float")
 
     def check_store_races(self, i: int, s: Store, level: list[bool]) -> None:
         """Each point that executes a store must write its own element (except scatters, whose index is a value). An

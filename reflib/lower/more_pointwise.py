@@ -1,6 +1,7 @@
 """More elementwise ops: powers, clamps, rounding, bits, tests of floats, rarer functions; writes onto inputs."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -55,8 +56,17 @@ def _exact_power(x: Value, e: float) -> Value | None:
     }
     if e in special:
         return special[e]()
+    if abs(e) == 1.5 and x.dtype == torch.float32 and x.kernel.cx.on_gpu:  # as in the gradient of x ** -0.5
+        return _root_times(x, e)
     few = x.dtype == torch.float32 and e.is_integer() and 0 < e <= 16
     return _integer_power(x, int(e)) if few else None
+
+
+def _root_times(x: Value, e: float) -> Value:
+    """``x ** e``, which is 1.5 or -1.5: within 1.5 units in the last place; CUDA's is within 2, and takes four times as
+    long. It takes -inf for a positive number."""
+    x = where(x.eq(-math.inf), math.inf, x)
+    return x * x.sqrt() if e > 0 else 1 / (x * x.sqrt())
 
 
 def _integer_power(x: Value, n: int) -> Value:

@@ -1,4 +1,5 @@
-"""Scans: cumsum, cumprod, logcumsumexp, cummax, cummin. A loop nest whose r axis is the scanned dimension."""
+"""Scans: cumsum, cumprod, logcumsumexp, cummax, cummin, and the gradient of cumprod. A loop nest whose r axis is the
+scanned dimension."""
 
 from functools import partial
 from typing import Any
@@ -62,6 +63,26 @@ def _extreme(kind: str, cx: LoweringContext, x: View, dim: int) -> list[View]:
         k.store(out, scan(k, prefix + kind, v, *at))
         k.finish()
     return list(outs)
+
+
+@rule("reflib::cumprod_backward")
+def cumprod_backward(cx: LoweringContext, grad: View, x: View, y: View, dim: int) -> View:
+    """``y``: the products. See ``capture/products``."""
+    out, k = cx.out(), _along(cx, x, dim)
+    dim = dim % len(x.shape) if x.shape else 0
+    if not any(a.kind == "r" for a in k.axes):
+        k.store(out, k.load(grad))
+    else:
+        last, r = x.shape[dim] - 1, k.coords[dim]
+
+        def at(i: Any) -> list[Any]:
+            return [*k.coords[:dim], i, *k.coords[dim + 1 :]]
+
+        factor = k.load(x, at(last - r + 1), mask=k.index(r) > 0)
+        later = scan(k, "linear", factor, k.load(grad, at(last - r)))
+        k.store(out, later * k.load(y, at(last - r - 1), mask=k.index(r) < last, other=1), at(last - r))
+    k.finish()
+    return out
 
 
 for _op, _kind in (("cumsum", "sum"), ("cumprod", "prod"), ("logcumsumexp", "logsumexp")):

@@ -15,6 +15,7 @@ Where columns are reduced, fewer elements are fewer rows at a time, in a loop: a
 of sectors. Where memory runs across rows that are in registers, more threads hold as many of them.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +24,14 @@ import torch
 from ..ir.instructions import INSTRUCTIONS
 from ..ir.loops import Const, Op, Reduce, Store, stmt_args, stmt_exprs
 from ..ir.program import Config
+from ..ir.transforms import varying
 from ..target import Target
 from .uneven import across
 
 MOST, FEW = 96, 64  # values of a thread: beyond the first, as many as the second
 DIVIDED = 16  # elements of a thread that one number divides: 128 x 128 bf16 take 39 registers so, 84 with 32 of them
+SHORT = 8  # elements of a row that one thread has, and rows that share what it computes of them
+HEAVY = 24  # instructions, more than loads and casts
 LINE = 32  # neighbours that are reduced over a stride: fewer would read parts of sectors
 HALF = (torch.float16, torch.bfloat16)
 CODE = 4096  # instructions of 16 bytes: half of the 128 KB that a multiprocessor of an H100 caches
@@ -46,7 +50,7 @@ def relieve(config: Config, t: Any, target: Target) -> Config:
         return elements * values > most * threads or elements * instructions > CODE * threads
 
     if not too_many(MOST):
-        return config
+        return _shared(config, t, target)
     line = LINE if config.reduction != "none" and t.columns() else 1
     while too_many(FEW) and config.xblock * config.rblock > threads:
         if config.xblock > line and threads < 1024 and across(config, t):
@@ -65,10 +69,27 @@ def relieve(config: Config, t: Any, target: Target) -> Config:
     return config
 
 
-def code(space: Any) -> int:
-    """Instructions that one element takes, about. (Integers are divided by constants, which takes few.)"""
+def _shared(config: Config, t: Any, target: Target) -> Config:
+    """More rows per thread, where what all rows have in common (of a codebook's levels, their inverse tangents) takes
+    longer to compute than what differs. A thread does so once for its rows, which a row of few elements leaves few."""
+    x, r, threads = t.space.x, t.space.r, config.num_warps * target.warp
+    if config.reduction != "persistent" or r is None or config.rblock > SHORT:
+        return config
+    level = varying(t.space.body, [x])
+    once, each = (code(t.space, [v is differs for v in level]) for differs in (False, True))
+    rows = max(1, config.xblock * config.rblock // threads // min(config.rblock, SHORT))
+    most = min(x.size.hint() // target.units, MOST * threads // (config.rblock * max(1, live(t.space))))
+    while once > HEAVY and 2 * once > rows * each and rows < SHORT and 2 * config.xblock <= most:
+        config, rows = replace(config, xblock=2 * config.xblock), 2 * rows
+    return config
+
+
+def code(space: Any, among: Sequence[bool] = ()) -> int:
+    """Instructions that one element takes, about, of all statements or those ``among`` them. (Integers are divided by
+    constants, which takes few.)"""
     ops = (s.op if isinstance(s, Op) and s.dtype.is_floating_point else "" for s in space.body)
-    return sum(INSTRUCTIONS.get(op, 1) for op, wide in zip(ops, _wide(space)) if wide)
+    counted = zip(ops, _wide(space), among or (True,) * len(space.body))
+    return sum(INSTRUCTIONS.get(op, 1) for op, wide, of_these in counted if wide and of_these)
 
 
 def _wide(space: Any) -> list[bool]:

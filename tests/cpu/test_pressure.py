@@ -90,6 +90,25 @@ def test_code_fits_the_instruction_cache(rows: bool) -> None:
     assert 0.7 * estimate < instructions < 1.5 * estimate
 
 
+def test_rows_share_what_they_have_in_common() -> None:
+    """Of four levels an inverse tangent each: computed per thread, so threads have several rows. Not of what differs
+    from row to row, of a product with a vector, or where rows are few."""
+    rng = random.Random(7)
+    levels, many = torch.empty(4), 2 * rng.randint(100_000, 150_000) + 1
+
+    def rows_per_thread(fn: Callable[[Tensor, Tensor], Tensor], rows: int) -> float:
+        ((node, part, _),) = kernels(fn, torch.empty(rows, 4), levels)
+        assert int(part.numel) == rows
+        return node.config.xblock / (32 * node.config.num_warps)
+
+    def common(x: Tensor, v: Tensor) -> Tensor:
+        return (x * (v / 3).atanh() / v.log1p()).sum(-1)
+
+    assert rows_per_thread(common, many) >= 4 > rows_per_thread(common, many // 1000)
+    for fn in (lambda x, v: (x * v).atanh().log1p().sum(-1), lambda x, v: (x * v).sum(-1)):
+        assert rows_per_thread(fn, many) <= 2
+
+
 def test_positions_take_little_code() -> None:
     ((_, part, program),) = kernels(lambda x: x % 7 // 3 % 5, torch.empty(2**20, dtype=torch.int32))
     assert code(layout(part, program.buffers)) < 10

@@ -12,6 +12,7 @@ import torch
 from fuse_cases import GPU, fused, kernels, lowered
 
 from reflib import explain
+from reflib.capture import products  # noqa: F401  (its op)
 from reflib.errors import VerifyError
 from reflib.generate.compile_triton import compile_kernel
 from reflib.ir.data import from_data, to_data
@@ -90,6 +91,8 @@ def test_half_types_are_accumulated_in_float32() -> None:
 
 # -- fusion -----------------------------------------------------------------------------------------
 R = torch.randn
+
+
 def from_the_end(x: Any, g: Any) -> Any:
     """As the gradient of a log-sum-exp scan has it: the input, cast, is read twice."""
     y, scan = x.float(), g.flip(-1).cumsum(-1).flip(-1)
@@ -207,7 +210,55 @@ def _program(scan: Scan, *axes: Axis) -> Program:
 def test_every_scan_has_a_rule() -> None:
     found = {s.kind for x in (R(3, 4), torch.ones(3, 4)) for n in lowered(every_scan(1), [x]).nodes for s in n.body
              if isinstance(s, Scan)}  # fmt: skip
-    assert found == set(SCANS) - {"sort"}  # test_sorts
+    assert found == set(SCANS) - {"sort", "linear"}  # test_sorts; below
+
+
+# -- gradients of products --------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_gradient_of_a_product_divides_by_nothing(dtype: torch.dtype, dim: int) -> None:
+    """With no zero, one, several; of sizes that are known and not. One scan from the end, and no call."""
+    x = torch.rand(5, 6, 7, generator=torch.Generator().manual_seed(dim)) + 0.3
+    x[1, 2, ::2], x[3, 4], x[:, 1, 1] = 0, 0, 0
+    x = x.to(dtype).requires_grad_()
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).cumprod(dim) * 0.5
+
+    for dynamic in (False, True):
+        compiled = compare(fn, x, backward=True, dynamic=dynamic)
+        nodes = [n for n in compiled.stages[-1].fused.program.nodes if isinstance(n, LoopNest)]
+        assert [s.kind for n in nodes for s in n.body if isinstance(s, Scan)] == ["linear"] and not compiled.externs
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (4, 1), (1, 4)])
+def test_the_gradient_of_a_product_of_none_or_one(shape: tuple[int, ...]) -> None:
+    compare(lambda x: x.cumprod(-1) * 2, torch.full(shape, 3.0).requires_grad_(), backward=True)
+
+
+def test_the_op_in_eager_mode() -> None:
+    x = hostile((4, 5, 6), 1, torch.float64).nan_to_num(2, 3, 4).requires_grad_()
+    grad = R(x.shape, dtype=x.dtype)
+    for dim in (0, 1, -1):
+        y = x.cumprod(dim)
+        (want,) = torch.autograd.grad(y, x, grad)
+        torch.testing.assert_close(torch.ops.reflib.cumprod_backward(grad, x.detach(), y.detach(), dim), want)
+
+
+def test_whose_formula_a_gradient_has() -> None:
+    """PyTorch's: of rows that are few and long, which the scan of a recurrence leaves to few programs; if an option
+    asks for it."""
+
+    def linear(fn: Any, *shape: int, **options: Any) -> int:
+        e = explain(fn, torch.ones(shape, requires_grad=True), target="sm_90", dynamic=False, **options)
+        nodes = [n for n in e.backward.fused.nodes if isinstance(n, LoopNest)]
+        return sum(isinstance(s, Scan) and s.kind == "linear" for n in nodes for s in n.body)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return torch.cumprod(x, dim=-1)
+
+    assert linear(product, 300, 40) == linear(lambda x: x.cumprod(1, dtype=torch.float64), 300, 40) == 1
+    assert linear(product, 3, 20000) == linear(product, 300, 40, numerics="eager") == 0
 
 
 # -- code for a GPU ---------------------------------------------------------------------------------

@@ -7,6 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import reflib
+from reflib.ir.interpret import interpret
+from reflib.pipeline import _retarget
+from reflib.target import parse_target
 
 SPECIAL = [0.0, 1.0, math.inf, 1e-45, 1e-38, 6e-8, 6.1e-5, 0.1, 1 / 3, 0.5, 1.5, 2.0, 3.0, 11.0, 20.0, 88.0, 89.0,
            104.0, 2048.0, 65504.0, 2.0**31, 2.0**63, 3.4e38, 1 + 2**-10, 1 - 2**-11]  # fmt: skip
@@ -39,6 +42,22 @@ def test_powers(dtype):
         same(f"power {i}", got, want, dtype)
     a, b = (t.contiguous() for t in torch.meshgrid(x, x, indexing="ij"))
     same("pow", reflib.compile(torch.pow)(a, b), torch.pow(a, b), dtype)
+
+
+def test_powers_that_a_gpu_makes_of_roots():
+    """-inf among them, whose power is inf or 0; at random at most 2 units from what float64 has."""
+    more = (torch.randn(1000, generator=torch.Generator().manual_seed(3)) * 20).exp()
+    for e in (1.5, -1.5):
+
+        def computed(x, e=e):
+            program = reflib.explain(lambda x: x**e, x, target="sm_90").program
+            assert " pow " not in str(program)
+            return interpret(_retarget(program, parse_target("cpu")), [x])[0]
+
+        same(f"power {e}", computed(specials(torch.float32)), specials(torch.float32) ** e, torch.float32)
+        want = more.double() ** e
+        inside = (want > 1e-37) & (want < 1e38)
+        assert ((computed(more).double() - want).abs() / want)[inside].max() < 2**-22
 
 
 @DTYPES

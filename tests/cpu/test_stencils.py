@@ -125,6 +125,36 @@ def test_a_step_that_is_read_at_one_place_is() -> None:
     assert len(work(swapped, 3)) == 1
 
 
+def inside(x: Tensor, steps: int) -> Tensor:
+    """Heat that spreads; the faces of a box keep theirs."""
+    for _ in range(steps):
+        near = x[2:, 1:-1, 1:-1] + x[:-2, 1:-1, 1:-1] + x[1:-1, 2:, 1:-1] + x[1:-1, :-2, 1:-1]
+        near = near + x[1:-1, 1:-1, 2:] + x[1:-1, 1:-1, :-2]
+        y = x.clone()
+        y[1:-1, 1:-1, 1:-1] = x[1:-1, 1:-1, 1:-1] + 0.1 * (near - 6 * x[1:-1, 1:-1, 1:-1])
+        x = y
+    return x
+
+
+def test_a_step_that_writes_the_inside_of_a_box_is_one_kernel() -> None:
+    """The write of each dimension's slice is a copy of nearly all, which is not read where the last one can be."""
+    check_fused(lambda x: (inside(x, 2),), [torch.rand(14, 15, 17)], GPU)
+    made = [n for n in fused(lambda x: inside(x, 4), torch.rand(64, 65, 67)).nodes if isinstance(n, LoopNest)]
+    assert len(made) == 4 and all(len(n.stores()) == 1 for n in made)
+
+
+def test_a_sine_per_row_is_stored_rather_than_computed_for_each_element() -> None:
+    """The kernel that sums along the heads computes it once per row; the other one has elements."""
+
+    def fn(g: Tensor, t: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = g * t.cos()
+        return (y * x).sum(0), torch.cat([y[..., 1:], y[..., :1]], -1)
+
+    args = [torch.rand(64, 40, 30), torch.rand(40, 30), torch.rand(64, 40, 30)]
+    nodes = [n for n in check_fused(fn, args, GPU).program.nodes if isinstance(n, LoopNest)]
+    assert [n.numel.hint() for n in nodes if any(getattr(s, "op", "") == "cos" for s in n.body)] == [1200]
+
+
 @pytest.mark.parametrize("mode", ["reflect", "replicate"])
 def test_edges_of_two_axes_are_one_kernel(mode: str) -> None:
     """Where an element comes from is computed from its coordinates, however many elements have the same."""
