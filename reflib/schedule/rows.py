@@ -17,6 +17,7 @@ Both ways are weighed in ``slots``: of the four instructions that a multiprocess
 lookups. Sizes known at run time only count by their hints.
 """
 
+from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -59,7 +60,7 @@ def in_rows(flat: Any, rows: Any, buffers: Mapping[str, Buffer]) -> bool:
         return False
     elements = _elements(flat, buffers)
     launch = LAUNCH / (4 * LANES * elements)
-    return best(rows, buffers).slots < WORTH * (launch + slots(flat, buffers, {flat.x: elements}))
+    return best(rows, buffers).slots < WORTH * (launch + work(flat, buffers).slots({flat.x: elements}))
 
 
 def shape(
@@ -71,9 +72,9 @@ def shape(
         return None
     found = best(space, traffic[0].buffers)
     x, y, warps = found.x, found.y, found.warps
-    rows, pieces = space.y.size.hint(), -(-space.x.size.hint() // x)
-    while y > 1 and -(-rows // y) * pieces * warps < 16 * target.units:
-        y //= 2
+    rows, columns = space.y.size.hint(), space.x.size.hint()
+    while (y > 1 or x > 2 * target.warp * warps) and -(-rows // y) * -(-columns // x) * warps < 16 * target.units:
+        x, y = (x, y // 2) if y > 1 else (x // 2, y)
     warps = max(1, min(warps, x * y // target.warp))
     return Config("none", xblock=x, num_warps=warps, extras=(("printer", "rows"), ("yblock", y))), ()
 
@@ -81,7 +82,7 @@ def shape(
 def best(space: Any, buffers: Mapping[str, Buffer]) -> Shape:
     """The block that takes the fewest slots; of equal ones that with more warps."""
     n, elements = max(1, space.x.size.hint()), _elements(space, buffers)
-    found: Shape | None = None
+    found, weighed = None, work(space, buffers)
     for warps in (4, 2, 1):
         x = 1 << (min(LONGEST, n) - 1).bit_length()
         while x >= min(LANES, n):
@@ -91,8 +92,8 @@ def best(space: Any, buffers: Mapping[str, Buffer]) -> Shape:
                 lanes = -(-n // (x // along)) * (x // along) if x >= n else -(-n // x) * x
                 each = {space.x: along, space.y: max(1, elements // along)}
                 masks = [1 / _shared({v}, each) for v, b in ((space.x, x), (space.y, y)) if v.size.hint() % b]
-                each_slots = (slots(space, buffers, each, x) + sum(masks)) * lanes / n + LAUNCH / (x * y)
-                found = Shape(x, y, warps, each_slots) if found is None or each_slots < CLEARLY * found.slots else found
+                new = Shape(x, y, warps, (weighed.slots(each, x) + sum(masks)) * lanes / n + LAUNCH / (x * y))
+                found = new if found is None or new.slots < CLEARLY * found.slots else found
             x //= 2
     assert found is not None
     return found
@@ -109,29 +110,49 @@ def _elements(space: Any, buffers: Mapping[str, Buffer]) -> int:
 
 
 # -- slots ------------------------------------------------------------------------------------------
-def slots(space: Any, buffers: Mapping[str, Buffer], each: Mapping[Var, int], block: int = 1 << 30) -> float:
-    """Slots per element, where a thread has ``each`` elements along a variable, and a row of the block ``block``."""
-    moved = {a.index: a for a in accesses(space.body, buffers)}
-    wide = {e: min(_piece(a, space), each[space.x]) for e, a in moved.items()}
-    step = max(wide.values(), default=1)  # neighbours of a thread
-    total, varies, divided = 0.0, list[set[Var]](), dict[BinOp, float]()
+@dataclass(frozen=True)
+class Work:
+    """What a space's statements take: slots by the variables that they vary with, and accesses, each with these and
+    with the elements that it reads or writes at once."""
+
+    space: Any
+    own: dict[frozenset[Var], float]
+    moved: list[tuple[Access, frozenset[Var], int]]
+
+    def slots(self, each: Mapping[Var, int], block: int = 1 << 30) -> float:
+        """Per element, where a thread has ``each`` elements along a variable, and a row of the block ``block``."""
+        total = sum(n / _shared(here, each) for here, n in self.own.items())
+        step = min(each[self.space.x], max((piece for _, _, piece in self.moved), default=1))
+        for a, here, piece in self.moved:
+            width = min(piece, step)
+            lookups = _lookups(a, self.space, step, block) if width == 1 else PIECE / LINE * LANES
+            total += (1 + LOOKUP * lookups) / width / _shared(here, each)
+        return total
+
+
+def work(space: Any, buffers: Mapping[str, Buffer]) -> Work:
+    every = frozenset(space.variables)
+    found = {a.index: (a, _piece(a, space)) for a in accesses(space.body, buffers)}
+    varies, divided, once = list[frozenset[Var]](), dict[BinOp, float](), set[Stmt]()
+    out = Work(space, defaultdict(float), [])
     for s in space.body:
         exprs = stmt_exprs(s)
-        here = {v for v in each if any(e.has(v) for e in exprs)}.union(*(varies[a] for a in stmt_args(s)))
+        here = frozenset(v for v in every if any(e.has(v) for e in exprs)).union(*(varies[a] for a in stmt_args(s)))
         varies.append(here)
-        width = wide[s.index] if isinstance(s, (Load, Store)) else 1
-        if isinstance(s, (Load, Store)):
-            lookups = _lookups(moved[s.index], space, step, block) if width == 1 else PIECE / LINE * LANES
-            total += (1 + LOOKUP * lookups) / width / _shared(here, each)
-            total += sum(_address(s.index, space, each, varies)) / width
-        else:
-            once = isinstance(s, Op) and s.op == "div" and varies[s.args[1]] < here  # a reciprocal, and a correction
-            total += (DIVIDED if once else _own(s)) / _shared(here, each)
+        a, width = found[s.index] if isinstance(s, (Load, Store)) else (None, 1)
         for b in (b for e in exprs for b in e.atoms() if isinstance(b, BinOp)):
             divided[b] = max(divided.get(b, 0), 1 / width)
+        if a is None:
+            shared = isinstance(s, Op) and s.op == "div" and varies[s.args[1]] < here  # a reciprocal, and a correction
+            out.own[here] += DIVIDED if shared else _own(s)
+        elif s not in once:
+            once.add(s)
+            out.moved.append((a, here, width))
+            for part, n in _address(s.index, space, varies):
+                out.own[part] += n / width
     for b, share in divided.items():
-        total += _division(b, divided) * share / _shared(_variables(expr(b), each, varies), each)
-    return total
+        out.own[_variables(expr(b), every, varies)] += _division(b, divided) * share
+    return out
 
 
 def _piece(a: Access, space: Any) -> int:
@@ -150,24 +171,26 @@ def _lookups(a: Access, space: Any, step: int, block: int) -> float:
     return max(1.0, min(LANES, replace(a, index=index, loaded=frozenset()).sectors(tile) * SECTOR / LINE))
 
 
-def _address(e: Expr, space: Any, each: Mapping[Var, int], varies: Sequence[set[Var]]) -> list[float]:
+def _address(e: Expr, space: Any, varies: Sequence[frozenset[Var]]) -> list[tuple[frozenset[Var], int]]:
     """Multiplications and additions: of a row and of a column, where there are both."""
+    every = frozenset(space.variables)
     if space.y is None:
-        return [len(e.terms) + 1]
+        return [(every, len(e.terms) + 1)]
     parts: dict[bool, list[Expr]] = {True: [], False: []}
     for term in e.terms:
         one = Expr((term,))
-        parts[_variables(one, each, varies) == {space.x}].append(one)
+        parts[_variables(one, every, varies) == {space.x}].append(one)
     plain = all(isinstance(a, Var) for one in parts[True] for m, _ in one.terms for a in m)
-    row = set[Var]().union(*(_variables(one, each, varies) for one in parts[False]))
-    return [(len(parts[False]) + 3) / _shared(row, each), 0 if plain else len(parts[True]) + 1]
+    row = frozenset[Var]().union(*(_variables(one, every, varies) for one in parts[False]))
+    return [(row, len(parts[False]) + 3), (every, 0 if plain else len(parts[True]) + 1)]
 
 
-def _variables(e: Expr, each: Mapping[Var, int], varies: Sequence[set[Var]]) -> set[Var]:
-    return {v for v in each if e.has(v)}.union(*(varies[a.id] for a in e.atoms() if isinstance(a, Ref)))
+def _variables(e: Expr, every: frozenset[Var], varies: Sequence[frozenset[Var]]) -> frozenset[Var]:
+    own = frozenset(v for v in every if e.has(v))
+    return own.union(*(varies[a.id] for a in e.atoms() if isinstance(a, Ref)))
 
 
-def _shared(here: set[Var], each: Mapping[Var, int]) -> int:
+def _shared(here: Container[Var], each: Mapping[Var, int]) -> int:
     """How many elements of a thread share what varies with ``here`` alone."""
     return prod(n for v, n in each.items() if v not in here)
 
