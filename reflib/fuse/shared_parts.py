@@ -24,10 +24,10 @@ read: their slices lie apart (``places.apart``). What is new is when it pays, wh
   part fuse with what makes it. Other loop nests that read the whole are fused with a loop over it, and would read it
   again.
 
-* A part that only turns its source around is its source, stored elsewhere (``turned``): ``roll(f(x), 1)`` and ``roll(g(
-  x), -1)`` read ``x`` at different elements, but what they are made of need not be computed for each of them. (A step of
-  a lattice Boltzmann method: nine rolls of what five tensors give, 99 loads and stores of a plane in five kernels; in
-  one, the nine planes and the walls are read, and nine stored.)
+* A part that only turns its source around is its source, stored elsewhere (``turned``): ``f(x).roll(1)`` and
+  ``g(x).roll(-1)`` would read ``x`` at different elements, and compute what they have in common for each of them. (A
+  step of a lattice Boltzmann method, nine rolls of what five tensors give: in one kernel, nine planes are read and nine
+  stored.)
 
 The bytes are then at the lower bound: each element that is read, once per kernel; each that is stored, once.
 
@@ -178,4 +178,4 @@ def turned(
     zero: dict[Atom, IntLike] = dict.fromkeys(there, 0)
     if not turns or any(source.index.subs(zero).has(v) for v, _ in turns) or index.coefficient(turns[0][0]) is None:
         return None
-    return Load(source.buffer, index, load.dtype), tuple(turns)
+    return replace(source, index=index), tuple(turns)

@@ -204,7 +204,7 @@ def copied_from(program: Program, node: Node, load: Load) -> Load | None:
     """``load``, of what ``node`` copied, from where it copied that; None if it does anything else."""
     found = whole_copy(program, node)
     coords = None if found is None else coordinates(load.index, program.buffers[load.buffer])
-    if found is None or coords is None or load.mask is not None:
+    if found is None or coords is None:
         return None
     return replace(load, buffer=found[1].buffer, index=_at(found[1].index, found[0], coords))
 
