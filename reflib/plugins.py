@@ -145,6 +145,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "one_sum": "fuse.scatters:one_sum",
         "store_once": "fuse.store_once:store_once",
         "narrow": "fuse.narrow:narrow",
+        "strips": "fuse.strips:strips",
         "across": "fuse.unroll:across",
         "launches": "fuse.launch_epilogues:launch_epilogues",
         "overlap": "ranks.collectives:overlapped",

@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
 from ..ir.expr import Expr, Ref, Var, expr, nonneg, product
 from ..ir.instructions import INSTRUCTIONS, LOAD, PER_BYTE, weight, work_of
@@ -235,7 +234,7 @@ def _again(p: Producer, work: _Work) -> bool:
     buffers, name, points = work.program.buffers, p.store.buffer, max(1, p.loops.numel.hint())
     kernels: dict[tuple[int, int], float] = {}  # readers that may become one kernel, by how much of it they read
     places: dict[tuple[object, tuple[Expr, ...]], float] = {}  # ... which computes once what they read at one place
-    for r, at, share in _places(name, points, work):
+    for r, at, share in _places(name, points, work, known={}):
         node = work.nodes[r]
         key = work.calls[r], (node.numel * node.rnumel).hint() if isinstance(node, LoopNest) else 0
         kernels[key] = min(1, kernels.get(key, 0) + share)
@@ -254,11 +253,14 @@ def _again(p: Producer, work: _Work) -> bool:
     return again < (n + (name not in work.depends.needed)) * buffers[name].nbytes.hint()
 
 
-def _places(name: str, points: int, work: _Work, at: tuple[Expr, ...] = (), deep: int = 0) -> Iterator[Place]:
-    """What reads a producer's result, where, in terms that two loop nests have in common, and how much of it (1: all).
-    What only moves elements (a padding, a concatenation) is looked through, and so is what reads it at one place
-    and is itself read at one: it becomes a part of its reader, and is computed wherever that asks for it. (A window's
-    gradient reads a weight's sum where it stands. The sum of nine windows' gradients reads that sum at nine places.)"""
+def _places(
+    name: str, points: int, work: _Work, known: dict[object, Place | None], at: tuple[Expr, ...] = (), deep: int = 0
+) -> Iterator[Place]:
+    """What reads a producer's result, where, in terms that two loop nests have in common, and how much of it, where 1 is
+    all. What only moves elements (a padding, a concatenation) is looked through, and so is what reads it at one place
+    and is itself read at one, in the end: it becomes a part of its reader, and is computed wherever that asks for it.
+    (A window's gradient reads a weight's sum where it stands. The sum of nine windows' gradients reads that sum at nine
+    places.) ``known``: the one place where what is read at a place is read in the end, if it is one."""
     for r in work.readers.get(name, ()):
         reader = work.nodes[r]
         if not isinstance(reader, LoopNest):
@@ -271,12 +273,15 @@ def _places(name: str, points: int, work: _Work, at: tuple[Expr, ...] = (), deep
         if len(at) < MAX_MOVES and deep < DEEPEST and _passed_on(reader, work.depends):
             moves, made = _moves(reader), reader.writes()[0]
             for place, share in places.items():
-                on = _places(made, n, work, place, deep + 1) if moves or len(places) == 1 else iter(())
-                found = list(on) if moves else list(islice(on, 2))
-                if moves or len(found) == 1:
-                    yield from ((q, there, part * share) for q, there, part in found)
-                else:
-                    yield r, place, share
+                on = _places(made, n, work, known, place, deep + 1) if moves or len(places) == 1 else iter(())
+                if moves:
+                    yield from ((q, there, part * share) for q, there, part in on)
+                    continue
+                if (made, place) not in known:
+                    end = next(on, None)
+                    known[made, place] = end if end is not None and all(e[:2] == end[:2] for e in on) else None
+                q, there, part = known[made, place] or (r, place, 1)
+                yield q, there, part * share
         else:
             for place, share in places.items():
                 yield r, place, share

@@ -36,12 +36,12 @@ from ..lower.extern import OUT_VARIANTS
 from ..lower.out_variants import any_strides
 from ..options import Options
 from ..target import Target
-from .dependencies import dependencies, used_buffers
+from .dependencies import dependencies, remove_dead
 from .in_place import may_alias
 from .mapping import fresh
 from .places import LAUNCH, moved, rehomed, within
 from .result import Fused
-from .shared_parts import RUN, STORES, Parted, Shared, Sources, shared, sources
+from .shared_parts import RUN, STORES, Parted, Shared, Sources, shared, sources, turned
 from .slices import coordinates, region_of, whole_dimensions
 
 MOVED = 16  # bytes
@@ -50,12 +50,14 @@ MOVED = 16  # bytes
 @dataclass(frozen=True)
 class Part:
     """Of a buffer: ``value`` where the variable of the divided dimension is in ``range(low, high)``. ``view``: the part
-    in the shape of the tensor that it is all of; None if it is not that."""
+    in the shape of the tensor that it is all of; None if it is not that. ``turned``: where along the other dimensions
+    ``value`` is stored, if that is not where they stand."""
 
     value: Load | Const
     low: Expr
     high: Expr
     view: View | None = None
+    turned: tuple[tuple[Var, Expr], ...] = ()
 
 
 def into_place(fused: Fused, options: Options, target: Target) -> Fused:
@@ -68,8 +70,7 @@ def into_place(fused: Fused, options: Options, target: Target) -> Fused:
         return fused
     changed = ((*work.first.get(i, ()), *work.changed.get(i, [old])) for i, old in enumerate(program.nodes))
     nodes = tuple(rehomed(n, work.places, program.buffers) for found in changed for n in found)
-    program = replace(program, nodes=nodes)
-    return replace(fused, program=replace(program, buffers=used_buffers(program, nodes)))
+    return replace(fused, program=remove_dead(replace(program, nodes=nodes)))
 
 
 class _Placing:
@@ -91,7 +92,13 @@ class _Placing:
         whole = store.buffer
         makers = [self._maker(position, p, parts) for p in parts]
         common = Shared() if var is None else self._shared(position, store, var, parts, makers)
-        cut = self._divided(position, store, var, parts, makers) if common.kernels and whole not in self.places else {}
+        moved_parts = [self._turned(position, var, p) for p in parts]
+        if var is not None and moved_parts != parts:
+            others = [self._maker(position, p, moved_parts) for p in moved_parts]
+            if (more := self._shared(position, store, var, moved_parts, others)).saved > common.saved:
+                parts, makers, common = moved_parts, others, more
+        divided = common.kernels and whole not in self.places and not any(p.turned for p in parts)
+        cut = self._divided(position, store, var, parts, makers) if divided else {}
         if whole not in self.places and not self._pays(whole, var, parts, makers, common, cut):
             return
         self.changed |= cut
@@ -121,6 +128,13 @@ class _Placing:
             early = start < position and isinstance(part.value, Const)
             nodes = self.first.setdefault(start, []) if early else self.changed[position]
             nodes.append(self._stored(position, store, var, part, n))
+
+    def _turned(self, position: int, var: Var | None, part: Part) -> Part:
+        """A part that only turns its source around (``roll``), as its source, stored elsewhere."""
+        found = turned(self.program, self.depends, position, part.value) if isinstance(part.value, Load) else None
+        if found is None or any(v == var for v, _ in found[1]):
+            return part
+        return Part(found[0], part.low, part.high, turned=found[1])
 
     def _read_there(self, position: int, part: Part, parts: list[Part], there: View, unread: bool) -> bool:
         """Does one loop nest make the part, and can all that read it use it where it is copied to? (As the steps of a
@@ -345,7 +359,7 @@ class _Placing:
             inner = fresh(size)
             env[a.var] = (expr(0) if size == 1 else expr(inner)) + (part.low if a.var == var else 0)
             axes += [] if size == 1 else [Axis(inner, "p")]
-        value, index = part.value, store.index.subs(env)
+        value, index = part.value, store.index.subs(dict(part.turned)).subs(env)
         if isinstance(value, Load):
             value = replace(value, mask=None, other=0, index=value.index.subs(env))
         if store.buffer in self.places:

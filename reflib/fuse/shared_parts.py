@@ -24,6 +24,11 @@ read: their slices lie apart (``places.apart``). What is new is when it pays, wh
   part fuse with what makes it. Other loop nests that read the whole are fused with a loop over it, and would read it
   again.
 
+* A part that only turns its source around is its source, stored elsewhere (``turned``): ``f(x).roll(1)`` and
+  ``g(x).roll(-1)`` would read ``x`` at different elements, and compute what they have in common for each of them. (A
+  step of a lattice Boltzmann method, nine rolls of what five tensors give: in one kernel, nine planes are read and nine
+  stored.)
+
 The bytes are then at the lower bound: each element that is read, once per kernel; each that is stored, once.
 
 NB: TorchInductor 2.13 makes few pointwise parts one kernel of selects (``pointwise_cat``): for the cell above, two
@@ -34,11 +39,12 @@ reduction or a call, it makes slices of the result (``ConcatKernel``).
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..ir.expr import Atom, Expr, IntLike, Var, expr
+from ..ir.expr import Atom, BinOp, Expr, IntLike, Var, expr, mod
 from ..ir.instructions import PER_BYTE, work_of
 from ..ir.loops import Indirect, Load, LoopNest, Op, Store
 from ..ir.program import Program
 from .dependencies import Dependencies
+from .slices import copied_from
 
 RUN = 128  # bytes
 STORES = 16  # into one tensor, by one kernel: ``legality`` compares as many
@@ -144,3 +150,32 @@ def _same(maker: LoopNest, name: str, index: Expr, sizes: list[Var]) -> dict[Ato
     env |= {a.var: expr(v) for a, v in zip(axes, sizes)}
     stores = [s for s in maker.body if isinstance(s, Store) and s.buffer == name]
     return env if len(stores) == 1 and not stores[0].reduce and stores[0].index.subs(env) == index else None
+
+
+def turned(
+    program: Program, depends: Dependencies, position: int, load: Load
+) -> tuple[Load, tuple[tuple[Var, Expr], ...]] | None:
+    """What a copy that nothing else reads turned around, in the order in which it was made elementwise, and where the
+    axes of the node at ``position`` must store it: ``(v - c) % n`` where ``(v + c) % n`` was read."""
+    writers, name = depends.writers.get(load.buffer, []), load.buffer
+    if len(writers) != 1 or name in depends.needed or depends.readers[name] != [position]:
+        return None
+    source = copied_from(program, program.nodes[writers[0]], load)
+    if source is None or depends.written_between(source.buffer, writers[0], position + 1):
+        return None
+    if _maker(program, depends, source.buffer) is None or program.buffers[source.buffer].kind != "temp":
+        return None
+    there: dict[Atom, IntLike] = {}
+    turns: list[tuple[Var, Expr]] = []
+    for a in source.index.atoms():
+        if isinstance(a, BinOp):
+            v = next(iter(a.a.variables()), None)
+            if a.fn != "%" or v is None or a.b != v.size or (a.a - expr(v)).variables():
+                return None
+            there[a] = expr(v)
+            turns.append((v, mod(expr(v) + mod(expr(v) - a.a, v.size), v.size)))
+    index = source.index.subs(there)
+    zero: dict[Atom, IntLike] = dict.fromkeys(there, 0)
+    if not turns or any(source.index.subs(zero).has(v) for v, _ in turns) or index.coefficient(turns[0][0]) is None:
+        return None
+    return replace(source, index=index), tuple(turns)

@@ -215,6 +215,15 @@ def whole_copy(program: Program, node: Node) -> tuple[tuple[Var | None, ...], Lo
     return None if axes is None or buffer.dtype != program.buffers[load.buffer].dtype else (axes, load, store)
 
 
+def copied_from(program: Program, node: Node, load: Load) -> Load | None:
+    """``load``, of what ``node`` copied, from where it copied that; None if it does anything else."""
+    found = whole_copy(program, node)
+    coords = None if found is None else coordinates(load.index, program.buffers[load.buffer])
+    if found is None or coords is None:
+        return None
+    return replace(load, buffer=found[1].buffer, index=_at(found[1].index, found[0], coords))
+
+
 def _at(index: Expr, axes: tuple[Var | None, ...], coords: list[Expr]) -> Expr:
     """``index``, over loops along a buffer's dimensions, at one element of it."""
     env: dict[Atom, IntLike] = {v: c for v, c in zip(axes, coords, strict=True) if v is not None}

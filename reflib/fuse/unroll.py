@@ -20,6 +20,9 @@ the cache. What counts is how many lanes work, and of a row of 5 in a block of 8
 Of an argmax or argmin, the extreme value first, then the first position that has it (or NaN); comparisons of positions
 that are decided then go (``decided``): of three parts that a ``stack`` joins, an element is one.
 
+**Elements that the kernel also reads one by one** (likewise; ``f.sum(0)`` of nine populations, and ``f[1] - f[3]``): a
+thread of a loop over the row would have only some of these, and reads them twice.
+
 **Coordinates** (``by_row``). A cross product's element is made of two others of its row. As loops over coordinates,
 each is computed where it is asked for, three times, or goes through memory; written out, with what makes and takes its
 rows, a thread has a row, and all is one kernel. (Points rotated by quaternions, on an H200: 101 us before, 31.) Not
@@ -186,9 +189,10 @@ def across(fused: Fused, options: Options, target: Target) -> Fused:
     def new(n: Node) -> Node:
         if not isinstance(n, LoopNest) or any(s.reduce for s in n.stores()):
             return n
-        if not options.batch_invariant and _few(n) and (_strided(n, buffers) or _shared(n, buffers)):
-            written_out = unrolled(n)
-            n = written_out if len(written_out.body) <= MAX_BODY else n
+        if not options.batch_invariant and _few(n, max(LONGEST, len(n.loads()))):
+            written_out, short = unrolled(n), _few(n) and (_strided(n, buffers) or _shared(n, buffers))
+            short = short or len(written_out.loads()) < len(n.loads())  # it reads each of them by itself as well
+            n = written_out if short and len(written_out.body) <= MAX_BODY else n
         return n if n.reduced else _by_part(n, target)
 
     nodes = tuple(map(new, fused.program.nodes))
@@ -233,13 +237,13 @@ def _moves_less(program: Program, depends: Dependencies, loops: LoopNest) -> boo
     return sum(b.nbytes.hint() for b in made) < 2 * sum(program.buffers[b].nbytes.hint() for b in loops.writes())
 
 
-def _few(loops: LoopNest) -> bool:
+def _few(loops: LoopNest, longest: int = LONGEST) -> bool:
     """Does it reduce a few elements?"""
     kinds = {s.kind for s in loops.body if isinstance(s, Reduce)}
     if not kinds or not kinds <= set(_OPS) or any(isinstance(s, Scan) for s in loops.body):
         return False
     n = loops.rnumel.constant
-    return n is not None and 1 < n <= LONGEST and all(_order(loops, s) for s in loops.body if _picks(s))
+    return n is not None and 1 < n <= longest and all(_order(loops, s) for s in loops.body if _picks(s))
 
 
 def _short(loops: LoopNest) -> bool:

@@ -100,8 +100,8 @@ class PartPrinter(StatementPrinter):
             self._range("x", pid)
 
     def _range(self, d: str, pid: str) -> None:
-        start = f"({pid})" if " " in pid else pid
-        self.put(f"{d}{self.tag} = {start} * {d.upper()}BLOCK + {self.arange(d)}")
+        at, piece = f"{paren(pid)} * {d.upper()}BLOCK + {self.arange(d)}", dict(self.config.extras).get("piece")
+        self.put(f"{d}{self.tag} = " + (f"tl.max_contiguous({at}, {piece})" if piece else at))
         if self.masks[d] and not self.peeled:
             self._mask(d)
 
