@@ -86,6 +86,22 @@ def test_a_threshold_keeps_the_default() -> None:
     assert d.winner == "eager" and {c.name for c in d.candidates} == {"eager", "plain"}
 
 
+def test_equal_regions_are_decided_once() -> None:
+    op = make_op()
+    reflib.register_custom_op_autotuning(op, configs=[plain])
+
+    def f(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            a = torch.relu(op(a, b))
+        return a
+
+    a, b = torch.randn(8, 8), torch.randn(8, 8)
+    e = reflib.explain(f, a, b, autotune="blocking")
+    decided = [d for d in e.decisions if d.config is None]
+    assert len(decided) == 3 and sum("decided before" in d.reason for d in decided) >= 1
+    check(f, a, b)
+
+
 def test_for_a_named_target_the_choice_is_shown_and_nothing_is_measured() -> None:
     op = make_op()
     reflib.register_custom_op_autotuning(op, configs=[plain, split_k])
