@@ -256,8 +256,8 @@ def _again(p: Producer, work: _Work) -> bool:
 def _places(
     name: str, points: int, work: _Work, known: dict[object, Place | None], at: tuple[Expr, ...] = (), deep: int = 0
 ) -> Iterator[Place]:
-    """What reads a producer's result, where, in terms that two loop nests have in common, and how much of it, where 1 is
-    all. What only moves elements (a padding, a concatenation) is looked through, and so is what reads it at one place
+    """What reads a producer's result, where, in terms that two loop nests have in common, and how much of it (1: all).
+    What only moves elements (a padding, a concatenation) is looked through, and so is what reads it at one place
     and is itself read at one, in the end: it becomes a part of its reader, and is computed wherever that asks for it.
     (A window's gradient reads a weight's sum where it stands. The sum of nine windows' gradients reads that sum at nine
     places.) ``known``: the one place where what is read at a place is read in the end, if it is one."""
