@@ -162,15 +162,12 @@ PLUGS: dict[str, dict[str, str]] = {
         "mixed": "schedule.mixed:mixed",
         "sorts": "schedule.sorts:sorts",
         "scans": "schedule.sorts:scans",
-        "rows": "schedule.rows:shape",
     },
-    "schedule.ROWS": {"rows": "schedule.rows:in_rows"},
     "schedule.ADJUST": {"uneven": "schedule.uneven:adjust", "pressure": "schedule.pressure:relieve"},
     "generate.PARTS": {
         "looped": "generate.triton_one_pass:OnePassPrinter",
         "mixed": "generate.triton_mixed:MixedPrinter",
         "one_order": "generate.triton_one_order:OneOrderPrinter",
-        "rows": "generate.triton_rows:RowsPrinter",
     },
     "generate.PRINTERS": {
         "cpu": "generate.cpp:print_kernel",

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from awkward_layouts import LAYOUTS
 from interpreter import answer, told
 from narrow_chains import DTYPES, chain, operands
 from torch import randn
@@ -415,7 +414,6 @@ PROGRAMS: Programs = {
         lambda: tuple(randn(n) for n in (5, 300, 7, 64)), {},
     ),
     **{f"{t} chain {i}": (chain(i, t), functools.partial(operands, i, t), {}) for t in DTYPES for i in range(6)},
-    **LAYOUTS,
     **ONE_PASS,
 }  # fmt: skip
 

@@ -109,8 +109,7 @@ def _arithmetic_pays(
     at = _computed_at(node, name)
     if at < 2 * slice_.numel.hint():
         return True
-    others = [w for w in writer.writes() if w in depends.needed or depends.readers.get(w) != depends.readers[name]]
-    if name in depends.needed or writer.reduced or others:  # its kernel stays
+    if name in depends.needed or writer.reduced or len(writer.stores()) > 1:  # its kernel stays
         return more * at <= PER_BYTE * saved
     hidden = work_of(node) * points + more * at <= PER_BYTE * _moved(program, new, points)
     return hidden or more * at <= PER_BYTE * (saved + LAUNCH[True] // len(depends.readers[name]))

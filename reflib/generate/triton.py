@@ -18,7 +18,7 @@ from .triton_body import PartPrinter
 from .triton_facts import pointer_name
 from .triton_ops import Needs, helper_text
 
-# By ``Config.reduction``, or the config's "printer": a PartPrinter that knows more. None: PartPrinter.
+# By ``Config.reduction``: a PartPrinter that knows more, and prints ``m2``. None: PartPrinter, which does not.
 PARTS = Seam("generate.PARTS")
 
 HEADER = "import triton\nimport triton.language as tl\n"
@@ -41,7 +41,7 @@ def generate_triton(
     used = {b for p in parts for b in (*p.reads(), *p.writes())}
     sure = {b for b in used if aligned is True or buffers[b].kind == "temp" or b in (aligned or ())}
     tile = "yblock" in dict(config.extras)
-    part_printer = PARTS.get(dict(config.extras).get("printer", config.reduction), PartPrinter)
+    part_printer = PARTS.get(config.reduction, PartPrinter)
     spaces = [layout(p if part_printer.one_pass else two_passes(p), buffers, tile) for p in parts]
     printers = [
         part_printer(s, config, buffers, needs, f"_{k}" if len(parts) > 1 else "", sure)

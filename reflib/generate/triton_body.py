@@ -87,7 +87,8 @@ class PartPrinter(StatementPrinter):
         pid = f"pid{self.tag}"
         if not self.tag:  # (of several parts the caller has bound it)
             self.put(f"pid = tl.program_id(0){'.to(tl.int64)' if self.wide else ''}")
-        if self.space.y is not None:
+        if self.space.mode == "tile":
+            assert self.space.y is not None
             nx, ny = (self.size(blocks(v.size, self.block[v.name])) for v in (self.space.x, self.space.y))
             xpid, rest = (f"{pid} % {paren(nx)}", f"{pid} // {paren(nx)}") if nx != "1" else ("0", pid)
             self._range("x", xpid)

@@ -20,15 +20,12 @@ Two forms are for every part, since they lose nothing. Division by a power of tw
 has several exact divisions and square roots, each the call of a function for what is out of range: not that the calls
 are made, but the elements of a thread are computed one after another because of them (the gradients of an option's
 price, 10 divisions: 123 us where TorchInductor, with its approximate ones, takes 44). Those here correct the hardware's
-approximation by what it leaves, as the hardware's own fast path does, and keep the approximation where that is NaN. A
-single one counts where bytes are read or written: of five bytes per element memory has time for 32 instructions, and
-an image of bytes, normalized, took 57.
+approximation by what it leaves, as the hardware's own fast path does, and keep the approximation where that is NaN.
 
-A third, in rows of which bytes are read or stored, or that are divided twice: where a row has one divisor, its
-reciprocal is computed per row, and each quotient corrected by what it leaves is the exact one (P. Markstein, IBM J.
-Res. Dev. 34, 1990): 6 instructions without a branch, none of them one of the hardware's approximations, of which a
-multiprocessor starts 16 per cycle, and a cast to int8 is another (rows quantized to int8 took 52 us on an H200,
-TorchInductor 39). The reciprocal is corrected in the same way.
+A third, in rows of which bytes are stored or that are divided twice: where a whole row has one divisor, its reciprocal
+is computed per row, and each quotient corrected by what it leaves is the exact one (P. Markstein, IBM J. Res. Dev. 34,
+1990): 6 instructions without a branch, none of them one of the hardware's approximations, of which a multiprocessor
+starts 16 per cycle, and a cast to int8 is another (rows quantized to int8 took 52 us on an H200, TorchInductor 39).
 """
 
 import math
@@ -36,8 +33,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..ir.expr import Var
-from ..ir.loops import Const, Indirect, Load, Op, Reduce, Stmt, Store, stmt_args
+from ..ir.loops import Const, Indirect, Op, Reduce, Stmt, Store, stmt_args
 from ..ir.program import Config
 from ..ir.transforms import varying
 from ..schedule.axes import Space
@@ -50,18 +46,17 @@ MANY = 4  # elements of a row that a thread has
 
 def cheap_forms(space: Space, exact: set[int], config: Config) -> tuple[dict[int, Form], set[int]]:
     """The forms by statement, of those in ``exact`` exact ones; and the statements whose values nothing uses."""
-    finder, forms = _Finder(space), {}
+    finder, forms, share = _Finder(space), {}, _share(space, config)
     each = varying(space.body, space.reduced_vars)  # not once per row
     slow = {i: f for i in exact if (space.r is None or each[i]) and (f := finder.straight(i)) is not None}
     stores = {i for i, s in enumerate(space.body) if isinstance(s, Store)}
-    shares = [varying(space.body, {v}) for v, n in _shares(space, config) if n >= MANY]
-    rows = {i: f for i in exact for along in shares if (f := finder.by_row(i, along)) is not None}
-    narrow = any(s.dtype.itemsize == 1 for s in space.body if isinstance(s, (Load, Op)) and s.dtype != torch.bool)
+    rows = {i: f for i in exact if share >= MANY and (f := finder.by_row(i, each)) is not None}
+    narrow = any(s.dtype.itemsize == 1 for s in space.body if isinstance(s, Op) and s.dtype != torch.bool)
     if len(rows) < 2 and not narrow:  # float32 takes memory as long as one division
         rows = {}
     if not exact.isdisjoint(stores):  # a kernel for eager's bits: all are exact
         slow, rows = {}, {}
-    elif len(slow) < SEVERAL and not (narrow and space.r is None):
+    elif len(slow) < SEVERAL:
         slow = {}
     summed = _summed(space.body, exact)
     for i, s in enumerate(space.body):
@@ -80,16 +75,10 @@ def cheap_forms(space: Space, exact: set[int], config: Config) -> tuple[dict[int
     return {i: f for i, f in forms.items() if i in live}, dead
 
 
-def _shares(space: Space, config: Config) -> list[tuple[Var, int]]:
-    """Elements along a variable that a thread has: of several reduced rows per program, what it reads at once."""
-    threads = 32 * config.num_warps
-    if space.r is not None:
-        share = config.rblock // threads
-        return [(space.r, share if config.xblock == 1 else max(share, math.gcd(space.r.size.constant or 1, MANY)))]
-    if space.mode != "rows" or space.y is None:
-        return []
-    along = max(1, config.xblock // threads)
-    return [(space.x, along), (space.y, config.xblock * dict(config.extras)["yblock"] // threads // along)]
+def _share(space: Space, config: Config) -> int:
+    """Elements of a row that a thread has: of several rows per program, what it reads at once."""
+    share = config.rblock // (32 * config.num_warps)
+    return share if space.r is None or config.xblock == 1 else max(share, math.gcd(space.r.size.constant or 1, MANY))
 
 
 def _summed(body: Sequence[Stmt], exact: set[int]) -> set[int]:
@@ -145,7 +134,7 @@ class _Finder:
         return Form(f"{helper}({', '.join('{%d}' % n for n in range(len(s.args)))})", s.args, helper)  # type: ignore
 
     def by_row(self, i: int, each: Sequence[bool]) -> Form | None:
-        """A division of elements along one variable by one number."""
+        """A division of a row's elements by one number."""
         s = self.body[i]
         if not self._is(i, "div") or s.dtype != torch.float32:  # type: ignore[union-attr]
             return None
@@ -256,9 +245,7 @@ def divide_row(a, b):
     scale = tl.where(tl.abs(b) < 1e-30, 18446744073709551616.0, 1.0)
     scale = tl.where(b < 0.0, scale * -1.0, scale)  # of a positive divisor a quotient of 0 keeps its sign
     b *= scale
-    inverse = 1.0 / b
-    better = tl.fma(tl.fma(inverse, b, -1.0), inverse * -1.0, inverse)
-    inverse = tl.where(better == better, better, inverse)
+    inverse = tl.div_rn(tl.full([], 1.0, tl.float32), b)
     q = a * inverse
     p = tl.fma(tl.fma(q, b, a * -1.0), inverse * -1.0, q)
     return tl.where(p == p, p, q) * scale

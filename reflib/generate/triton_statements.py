@@ -19,7 +19,7 @@ from .triton_ops import CHEAP, TL, Needs, print_op, takes_literal
 
 Dims = frozenset[str]
 NOTHING: Dims = frozenset()
-ORDER = {"1d": ("x",), "tile": ("y", "x"), "rows": ("y", "x"), "reduction": ("x", "r")}  # of a block, by its mode
+ORDER = {"1d": ("x",), "tile": ("y", "x"), "reduction": ("x", "r")}  # of a block's dimensions, by the space's mode
 
 
 @dataclass

@@ -7,8 +7,6 @@ Three shapes of kernel::
                                all other axes are z: one value of z per program
     reduction   x, r           XBLOCK rows of RBLOCK elements
 
-(``ROWS`` knows a fourth: x is the innermost axis, y all others.)
-
 Each letter is one linear variable over one or more axes. A kernel is fast when addresses need no division of a linear
 variable and when a warp's points are neighbours in memory; so axes that every access steps through as one are merged
 first, and of the orders and tiles that is taken whose points touch the fewest sectors (``ir.traffic``).
@@ -23,10 +21,7 @@ from ..ir.loops import Axis, Load, LoopNest, Reduce, Stmt, Store
 from ..ir.program import Buffer
 from ..ir.traffic import Access, accesses, cheapest_last, cost, cost_of_order
 from ..ir.transforms import drop_unit_axes, merge_axes, substitute
-from ..seams import Seam
 
-# (flat, rows, buffers) -> bool: two Spaces, the second of the innermost axis and all others. Is the second faster?
-ROWS = Seam("schedule.ROWS")
 TILE = 64  # points of a side
 MIN_TILE = 8  # a shorter side costs less read out of order than tiled
 WORTH = 0.8  # of the sectors: what is left must pay for going through shared memory
@@ -73,8 +68,7 @@ def layout(loops: LoopNest, buffers: Mapping[str, Buffer], tile: bool = True) ->
         return _linear(loops, "reduction", x=parallel, r=reduced)
     sides = _tile_sides(loops, parallel, moved) if tile else None
     if sides is None:
-        flat, rows = _linear(loops, "1d", x=parallel), _linear(loops, "rows", x=parallel[-1:], y=parallel[:-1])
-        return rows if tile and parallel[1:] and any(f(flat, rows, buffers) for f in ROWS.values()) else flat
+        return _linear(loops, "1d", x=parallel)
     x, y = sides
     rest = [a for a in loops.parallel if a not in (x, y)]
     return _linear(loops, "tile", x=[x], y=[y], z=cheapest_last(rest, moved))

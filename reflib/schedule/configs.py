@@ -31,7 +31,6 @@ Step = tuple[int, int, int]
 STEPS: dict[str, tuple[Step, ...]] = {
     "flat": ((0, 0, 1), (1, 0, 0), (1, 0, 1), (-1, 0, 0), (-2, 0, 0)),
     "tile": ((0, 0, -1), (0, 0, 1)),
-    "rows": ((0, 0, 1), (0, 0, -1), (-1, 0, 0), (1, 0, 0)),
     "mixed": ((0, 0, 1), (1, 0, -1), (1, 0, 0), (0, 0, -1)),
     "persistent": ((0, 0, 1), (0, 0, -1), (-1, 0, 0), (-1, 0, -1), (1, 0, 0)),
     "looped": ((0, -1, 0), (0, 0, -1), (0, 1, 0), (0, -2, -1)),
@@ -141,7 +140,7 @@ def _main(kernel: KernelNode, buffers: Mapping[str, Buffer]) -> Traffic | None:
 
 def _shape(t: Traffic, c: Config) -> str:
     if c.reduction == "none":
-        return "flat" if t.space.y is None else t.space.mode
+        return "tile" if "yblock" in dict(c.extras) else "flat"
     if c.reduction != "mixed" and t.columns():
         return "columns"
     return c.reduction

@@ -47,7 +47,7 @@ def choose_configs(
     """``parts`` as one kernel, called ``name``: a fast variant with what it assumes, then one that always works."""
     if not target.is_gpu:
         return kernel_with_fallback(KernelNode(name, parts, Config(xblock=1, num_warps=1, index="int64")))
-    traffic = [Traffic(p, buffers, layout(p, buffers, len(parts) == 1)) for p in parts]
+    traffic = [Traffic(p, buffers, layout(p, buffers)) for p in parts]
     main = max(traffic, key=lambda t: t.space.x.size.hint())
     config, row_facts = _config(main, traffic, target, options)
     facts = _index_facts(traffic, buffers)

@@ -29,7 +29,7 @@ from ..target import Target
 from .uneven import across
 
 MOST, FEW = 96, 64  # values of a thread: beyond the first, as many as the second
-DIVIDED = 16  # elements of a thread that its row's number divides: 128 x 128 bf16 take 39 registers so, 84 with 32
+DIVIDED = 16  # elements of a thread that one number divides: 128 x 128 bf16 take 39 registers so, 84 with 32 of them
 SHORT = 8  # elements of a row that one thread has, and rows that share what it computes of them
 HEAVY = 24  # instructions, more than loads and casts
 LINE = 32  # neighbours that are reduced over a stride: fewer would read parts of sectors
@@ -41,9 +41,7 @@ def relieve(config: Config, t: Any, target: Target) -> Config:
     """``config`` with fewer elements per thread, if they take too many registers or too much code; ``t``: a
     ``heuristics.Traffic``."""
     values, instructions, threads = live(t.space), code(t.space), config.num_warps * target.warp
-    if config.reduction == "persistent" and not t.columns() and _divided(t):
-        while config.xblock > 1 and config.xblock * config.rblock > DIVIDED * threads:
-            config = replace(config, xblock=config.xblock // 2)
+    if config.reduction == "persistent" and config.xblock == 1 and _divided(t):
         while config.rblock > DIVIDED * threads and threads < 1024:
             config, threads = replace(config, num_warps=2 * config.num_warps), 2 * threads
 

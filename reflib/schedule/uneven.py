@@ -9,9 +9,7 @@
   its own, and L1 looks one line up per cycle: 8 bf16 per thread, every second one of memory, are 8 lines per request,
   and all requests take 1.0 cycles per element where memory takes 0.3 (a gate of interleaved columns: 58 us with 8, 64
   with 2 where TorchInductor takes 50). Fewer elements per thread, down to 2, until L1 keeps up with memory (max pooling
-  of 31 x 31: 21 us with 8, 8 with 2). Of unaligned streams 8 are right, of eight streams or more 4, for the registers;
-  of short rows at places that a tensor names, 2: neighbours of one thread would be read one by one, each by lanes that
-  are in several rows.
+  of 31 x 31: 21 us with 8, 8 with 2). Of unaligned streams 8 are right, of eight streams or more 4, for the registers.
 * **Pointwise stencils** (neighbours, shifted rows, ``roll``) read and store most elements one by one, and some in
   pieces, for which Triton gives a thread neighbouring elements. A request for one of each thread's four float32 is then
   four lines, of which it uses a quarter. (A step of a wave equation in 3-d: ten such requests take 1.3 cycles per
@@ -36,7 +34,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ..ir.expr import Atom, BinOp, Expr, Sym, Var, expr
+from ..ir.expr import Atom, BinOp, Sym, Var, expr
 from ..ir.loops import Reduce, Scan, Store
 from ..ir.program import Config
 from ..ir.traffic import LANES, SECTOR, WARP, Access, accesses, cost
@@ -131,19 +129,17 @@ def _more_warps(config: Config, t: Any, target: Target) -> Config:
 def _pointwise(config: Config, t: Any, moved: list[Access], target: Target) -> Config:
     threads, inner = target.warp * config.num_warps, t.space.x
     most = config.xblock
-    apart = [a for a in moved if not (a.loaded or in_pieces(a, inner)) and _apart(a, inner)]
+    apart = [a for a in moved if not (a.loaded or _in_pieces(a, inner)) and _apart(a, inner)]
     if apart:
         while most > 2 * threads and _lookups(apart, inner, most // threads) > _memory(t):
             most //= 2
     elif t.streams >= 8:
         most = 4 * threads
-    elif any(a.loaded and a.index.has(inner) and not in_pieces(a, inner) for a in moved):
-        most = 2 * threads
-    elif not all(in_pieces(a, inner) for a in moved if not a.loaded):
+    elif not all(_in_pieces(a, inner) for a in moved if not a.loaded):
         most = PIECE * threads
     most = min(config.xblock, most)
     masked = {s.index for s in t.space.loads if s.mask is not None}
-    single = [a for a in moved if not a.loaded and (a.index in masked or not in_pieces(a, inner))]
+    single = [a for a in moved if not a.loaded and (a.index in masked or not _in_pieces(a, inner))]
     near = [a for a in single if not _apart(a, inner) and a.sectors({inner: WARP}) * SECTOR >= WARP * a.itemsize]
     if any(a.store for a in near) or _lookups(near, inner, most // threads) > NEARBY * _memory(t):
         piece = max(1, LANE // max(a.itemsize for a in near))
@@ -157,7 +153,7 @@ def _pointwise(config: Config, t: Any, moved: list[Access], target: Target) -> C
 def _unaligned(config: Config, t: Any, moved: list[Access], target: Target) -> Config:
     r = t.space.r
     rblock, warp = config.rblock, target.warp * (32 if t.width <= 2 else 16)
-    if rblock > 4 * warp or all(in_pieces(a, r) for a in moved if a.index.has(r)):
+    if rblock > 4 * warp or all(_in_pieces(a, r) for a in moved if a.index.has(r)):
         return config
     if rblock <= target.warp:  # a lane or several per row: 8 or 16 elements per thread
         xblock, warps = 4 * target.warp * (16 if rblock <= 8 else 8) // rblock, 4
@@ -208,35 +204,18 @@ def _memory(t: Any) -> float:
     return sum(min(SECTOR, e) for e in each) / BYTES
 
 
-def in_pieces(a: Access, v: Var) -> bool:
+def _in_pieces(a: Access, v: Var) -> bool:
     """Are points along ``v`` next to each other in aligned pieces of 16 bytes?"""
-    return _ordered(a.index, v, READ_BYTES // max(2, a.itemsize))
+    return all(_whole(m, c, v, READ_BYTES // max(2, a.itemsize)) for m, c in a.index.terms)
 
 
-def _counts(m: tuple[Atom, ...], c: int, v: Var, lane: int) -> bool:
-    """Does this term count from 0 to ``lane`` along each ``lane`` neighbours?"""
-    if m == (v,) or c != 1 or len(m) > 1 or not m:
-        return m == (v,) and c == 1
-    (a,) = m
-    return isinstance(a, BinOp) and a.fn == "%" and a.b.hint() % lane == 0 and _ordered(a.a, v, lane)
-
-
-def _same(m: tuple[Atom, ...], v: Var, lane: int) -> bool:
-    """Is this term the same for each ``lane`` neighbours?"""
-    inside = [a for a in m if expr(a).has(v)]
-    return all(isinstance(a, BinOp) and _same_quotient(a, v, lane) for a in inside)
-
-
-def _same_quotient(a: BinOp, v: Var, lane: int) -> bool:
-    if all(_same(m, v, lane) for m, _ in a.a.terms) and not a.b.has(v):
-        return True
-    return a.fn == "//" and a.b.hint() % lane == 0 and _ordered(a.a, v, lane)
-
-
-def _ordered(e: Expr, v: Var, lane: int) -> bool:
-    """Does it count along each ``lane`` neighbours, from a multiple of that?"""
-    return all(_counts(m, c, v, lane) or (_same(m, v, lane) and _times(m, c) % lane == 0) for m, c in e.terms)
-
-
-def _times(m: tuple[Atom, ...], c: int) -> int:
-    return c * prod(expr(a).hint() for a in m if isinstance(a, Sym))
+def _whole(m: tuple[Atom, ...], c: int, v: Var, lane: int) -> bool:
+    """Is this term of an index the same for each ``lane`` neighbours along ``v``, or their number?"""
+    for a in m:
+        if isinstance(a, BinOp) and a.a.has(v):
+            if not all(_whole(*term, v, lane) for term in a.a.terms):
+                return False
+            if (v,) not in dict(a.a.terms):  # all of it is the same
+                return True
+            return a.b.hint() % lane == 0 and (a.fn == "//" or (c == 1 and len(m) == 1))
+    return (m == (v,) and c == 1) or c * prod(expr(a).hint() for a in m if isinstance(a, Sym)) % lane == 0

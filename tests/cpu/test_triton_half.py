@@ -48,7 +48,7 @@ def test_exact_quotients_by_one_number_per_row_take_its_reciprocal(seed: int) ->
         return torch.round(x / x.abs().amax(-1, keepdim=True)).to(torch.int8)
 
     source = kernel_of(quantized, torch.randn(n, long)).source
-    assert "= divide_row(" in source and "div_rn" not in source
+    assert "= divide_row(" in source and source.count("div_rn") == 1
     assert "divide_row" not in kernel_of(quantized, torch.randn(100 * n, short)).source
     pieces = 4 * rng.randrange(8, 30)  # several rows per program, read in pieces
     assert "= divide_row(" in kernel_of(quantized, torch.randn(40 * n, pieces)).source
