@@ -191,18 +191,15 @@ def _show(axes: tuple[Axis, ...]) -> str:
 def _index_rule(a: Cluster, b: Cluster, m: Mapping, program: Program | None) -> Reason | None:
     for written, touched in ((a.writes, b.reads), (a.writes, b.writes), (a.reads, b.writes)):
         for name in _in_both(written, touched):
-            added = [
-                s.reduce == "atomic" for x in (a, b) for _, n, _ in x.parts for s in n.stores() if s.buffer == name
-            ]
-            if written is a.writes and touched is b.writes and all(added):
+            stores = (s for x in (a, b) for _, n, _ in x.parts for s in n.stores())
+            sums = [s.reduce == "atomic" for s in stores if s.buffer == name]
+            if written is a.writes and touched is b.writes and all(sums):
                 continue  # in any order
-            if any(added):
-                return Reason("index", f"{name} is added to by one of them")
             here = {i: i.subs(m.env_a) for i in written[name]}
             there = {j: j.subs(m.env_b) for j in touched[name]}
             known = {x for x in (*here.values(), *there.values()) if not any(isinstance(a, Ref) for a in x.atoms())}
             apart = APART.get("apart") if len(here) * len(there) <= 16 else None
-            pairs = ((i, j, x == y and x in known) for i, x in here.items() for j, y in there.items())
+            pairs = ((i, j, x == y and x in known and not any(sums)) for i, x in here.items() for j, y in there.items())
             if not all(same or apart and program and apart(program.buffers[name], i, j) for i, j, same in pairs):
                 return Reason("index", f"{name} is written at one element and used at another")
     return None

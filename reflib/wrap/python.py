@@ -276,8 +276,7 @@ class PythonPrinter:
 
 
 def passed_on(program: Program) -> set[str]:
-    """Buffers that calls return and that only calls, or the caller, use as a whole, in whichever layout. (A backward
-    needs the promised one.)"""
+    """Buffers that calls return and that only calls, or the caller, use as a whole, in whichever layout."""
     externs = [n for n in walk(program.nodes) if isinstance(n, Extern)]
     out = {o for n in externs for o in n.outputs if isinstance(o, str)}
     views = [v for n in externs for v in iter_views((n.args, n.kwargs, n.outputs))] + list(iter_views(program.outputs))

@@ -466,3 +466,14 @@ def test_one_row(rows: tuple[int, ...]) -> None:
     x, i, y = torch.randn(1, *rows).bfloat16(), torch.tensor([0]), torch.randn(1, *rows).bfloat16()
     f = fused(lambda x, i, y: (x.index_add(0, i, y, alpha=2) * 3,), x, i, y)
     assert adding(f) and not any({s.buffer for s in n.stores() if s.reduce} & set(n.reads()) for n in kernels(f))
+
+
+def test_what_fills_one_element_is_apart_from_what_adds_to_it() -> None:
+    """The verifier asks for that: in one kernel nothing else touches atomic sums."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        part = torch.as_strided(x, (1,), (1,))
+        return part.index_add_(0, torch.zeros(1, dtype=torch.int64, device=x.device), part * 2)
+
+    e = reflib.explain(fn, torch.randn(2, 2), target="sm_90", verify=True)
+    assert any("tl.atomic_add" in k.source for k in e.kernels)
