@@ -24,8 +24,8 @@ from .body import nest
 from .context import LoweringContext
 from .padding import BYTES, _by_columns, _copy, _int, _is_copied, _is_moved, _only_long, _rest, _transposed, _up
 
-STRIPS = 3, 4  # at least, at most: launches take time as well
-WIDE = 32 << 20  # bytes of a strip, if there need not be more for it
+STRIPS = 4, 5  # at least, at most: launches take time as well
+WIDE = 24 << 20  # bytes of a strip, if there need not be more for it
 LEAST = 32 << 20  # bytes that a copy of all would take
 TILE = 128  # columns: so that a strip's products have whole tiles
 
@@ -55,12 +55,11 @@ def in_strips(cx: LoweringContext, a: View, b: View, sizes: tuple[int, int, int]
         if (deep := min(_int(strip.shape[1]), whole - first)) == 0:  # the last one is of the rest alone
             break
         left = replace(strip, shape=(strip.shape[0], expr(deep)))
+        of_strip = made, left, _rows(b, first, deep)
         if cx.dtype == torch.float32:
-            _call(cx, aten.addmm.default, aten.addmm.out, made, made, left, _rows(b, first, deep))
+            _call(cx, aten.addmm.default, aten.addmm.out, made, *of_strip)
         else:
-            part = cx.temp("part", made.shape, torch.float32)
-            _call(cx, aten.mm.dtype, aten.mm.dtype_out, part, left, _rows(b, first, deep), torch.float32)
-            _call(cx, aten.add.Tensor, aten.add.out, made, made, part)
+            _call(cx, aten.addmm.dtype, aten.addmm.dtype_out, made, *of_strip, torch.float32)
     return made if cx.dtype == torch.float32 else nest(cx, lambda k: k.load(made))
 
 

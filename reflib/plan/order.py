@@ -17,6 +17,7 @@ NB: TorchInductor (``reorder_for_peak_memory``) takes the best of three greedy o
 """
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ import torch
 
 from ..capture.saved import is_callers
 from ..fuse.dependencies import dependencies, has_effect
-from ..ir.loops import LoopNest
+from ..ir.loops import Load, LoopNest, Store
 from ..ir.program import Choice, Extern, Node, Program, Template, Variants, iter_views, walk
 from ..lower.symbols import Symbols
 from ..options import Options
@@ -165,6 +166,10 @@ class Lifetimes:
         touched = ((*r, *w, *_aliases(n)) for r, w, n in zip(reads, writes, program.nodes))
         self.touch = [list(dict.fromkeys(number[b] for b in t if b in number)) for t in touched]
         self.work = [_workspace(n, program) for n in program.nodes]
+        self.moved = []  # bytes of each in ``touch``
+        for n, mine in zip(program.nodes, self.touch):
+            part = _parts(n, program)
+            self.moved.append([min(self.size[b], part.get(kept[b].name, self.size[b])) for b in mine])
         users: list[list[int]] = [[] for _ in kept]
         for i, mine in enumerate(self.touch):
             for b in mine:
@@ -383,12 +388,27 @@ class Lifetimes:
         touched, far = 0, 0
         at: dict[int, int] = {}
         for i in sequence:
-            for b in self.touch[i]:
+            for b, moved in zip(self.touch[i], self.moved[i]):
                 if b in at and touched - at[b] > _CACHE:
-                    far += self.size[b]
-            touched += sum(self.size[b] for b in self.touch[i])
+                    far += moved
+            touched += sum(self.moved[i])
             at |= dict.fromkeys(self.touch[i], touched)
         return far
+
+
+def _parts(node: Node, program: Program) -> dict[str, int]:
+    """Bytes of each buffer that it reads or writes, at most."""
+    out: dict[str, int] = {}
+    views = iter_views((node.args, node.kwargs, node.outputs)) if isinstance(node, Extern) else ()
+    found: list[tuple[str, Any, int]] = [(v.buffer, (v.buffer, v), math.prod(e.hint() for e in v.shape)) for v in views]
+    for p in node.variants[-1].kernel.parts if is_kernel(node) else ():
+        if not isinstance(p, LoopNest):
+            return {}
+        points = (p.numel * p.rnumel).hint()
+        found += [(s.buffer, (s.buffer, s.index), points) for s in p.body if isinstance(s, (Load, Store))]
+    for name, count in {key: (name, count) for name, key, count in found}.values():
+        out[name] = out.get(name, 0) + count * program.buffers[name].dtype.itemsize
+    return out
 
 
 def _aliases(node: Node) -> list[str]:

@@ -21,10 +21,13 @@ use. So after grouping:
    belongs? Results of the later side that are not needed before count for a cut; against it, what the later side would
    then read that no longer could be freed, or need not have been stored at all.
 3. If that lowers the peak, the program is grouped again with one rule more: of these kernels, no member from one side
-   with one from the other. They grow as they can apart from that. What results is kept if its peak, in the best order
-   that is found, is lower by more than its kernels move more: a byte at the peak is worth a byte of traffic, and a
-   kernel more counts as ``LAUNCH`` bytes; or by a share of the peak that is worth their share of the traffic
-   (``SHARE``). Then again, for the peak that is left, at most ``ROUNDS`` times.
+   with one from the other. What results is kept if its peak, in the best order that is found, is lower by more than its
+   kernels move more: a byte at the peak is worth a byte of traffic, and a kernel more counts as ``LAUNCH`` bytes; or by
+   a share of the peak that is worth their share of the traffic (``SHARE``). Then again, for the peak that is left, at
+   most ``ROUNDS`` times.
+
+Where a kernel forms the peak itself, as a long sum does whose terms all wait for the last, its members are kept apart
+wherever another kernel runs meanwhile.
 
 So small programs stay as they are, and so do programs whose kernels all have their members in one place, as forward
 graphs do: for these it is one look at the positions of the members. Each round is linear in the size of the program.
@@ -35,6 +38,7 @@ NB: TorchInductor refuses a pair when what both read for the last time is more t
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -72,15 +76,13 @@ def lower_peak(s: Any, target: Target) -> Fused:
 
 @dataclass(frozen=True)
 class _Cut:
-    """A rule for ``can_fuse``: positions of which none from one side may be with one from the other."""
+    """A rule for ``can_fuse``: positions of which none from one part may be with one from another."""
 
-    early: frozenset[int]
-    late: frozenset[int]
+    part: dict[int, int]
 
     def __call__(self, a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
-        for x, y in ((a, b), (b, a)):
-            if not self.early.isdisjoint(x.members) and not self.late.isdisjoint(y.members):
-                return Reason("peak", "more would be in memory at the peak, and little less be moved")
+        if len({self.part[p] for x in (a, b) for p in x.members if p in self.part}) > 1:
+            return Reason("peak", "more would be in memory at the peak, and little less be moved")
         return None
 
 
@@ -113,10 +115,11 @@ class _Formed:
         used = _Used(self.program, self.mine)
         gains = {k: self._gain(k, at, place, used) for k in found}
         better = [k for k, gain in gains.items() if gain > self.launch]
-        if sum(gains[k] for k in better) <= WORTH * peak:
-            return None
-        both = [p for k in better for p in self.members[k]]
-        return _Cut(frozenset(p for p in both if p <= place), frozenset(p for p in both if p > place))
+        if sum(gains[k] for k in better) > WORTH * peak:
+            return _Cut({p: p > place for k in better for p in self.members[k]})
+        if at in stretched and self._gain(at, at, self.now[at - 1], used) > max(self.launch, WORTH * peak):
+            return _Cut({p: bisect_left(self.now, p, 0, at) for p in self.members[at]})
+        return None
 
     def _gain(self, k: int, at: int, place: int, used: _Used) -> int:
         """How many bytes fewer are in memory at kernel ``at`` if kernel ``k``'s members after ``place`` run after it
@@ -126,7 +129,7 @@ class _Formed:
         made, made_late = ({b for p in side for b in nodes[p].writes()} for side in sides)
         read, read_late = ({b for p in side for b in nodes[p].reads()} for side in sides)
         stored = set(self.program.nodes[k].writes())
-        if k > at:  # the early side waits
+        if k > at or place < self.now[at]:  # the early side waits
             held = (b for b in read - made - read_late if used.only_after(b, at, k))
             return sum(map(size.__getitem__, held)) - sum(size[b] for b in made & (stored | read_late))
         early = (b for b in made_late & stored if used.last.get(b, -1) >= at)

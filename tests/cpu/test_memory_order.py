@@ -165,6 +165,19 @@ def test_the_caller_may_keep_the_gradient():
     assert kept.peak(sequence) < 4 * (4096 + each + result + 64) < kept.peak(free)
 
 
+def test_an_order_reads_again_what_it_reads():
+    """Of a large tensor, not all of it, if a node reads a part."""
+    i = Var("i", expr(8))
+    b = BodyBuilder()
+    b.store("a", expr(i), b.load("x", expr(i) + 100, torch.float32))
+    part = scheduled(LoopNest("k0", (Axis(i, "p"),), tuple(b.body)))
+    p = program([part, neg("k1", "x", "b")], [buffer("x", "input", n=4096), buffer("a", n=8), buffer("b")], ["a", "b"])
+    m = Lifetimes(p, {"x": ("x", 4096 * 4)})
+    assert [dict(zip((m.size[b] for b in t), w)) for t, w in zip(m.touch, m.moved)] == [
+        {4096 * 4: 32, 32: 32}, {4096 * 4: 256, 256: 256},
+    ]  # fmt: skip
+
+
 def test_nothing_passes_what_is_waited_for():
     item = Extern("e", torch.ops.aten.bernoulli.default, (full_view(buffer("x")),), (), ("m",), effect=True)
     nodes = [neg("k0", "x", "a"), item, neg("k1", "a", "b")]
