@@ -10,11 +10,12 @@
   and all requests take 1.0 cycles per element where memory takes 0.3 (a gate of interleaved columns: 58 us with 8, 64
   with 2 where TorchInductor takes 50). Fewer elements per thread, down to 2, until L1 keeps up with memory (max pooling
   of 31 x 31: 21 us with 8, 8 with 2). Of unaligned streams 8 are right, of eight streams or more 4, for the registers.
-* **Pointwise stencils** (neighbours, shifted rows, ``roll``) read and store most elements one by one, and some in
-  pieces, for which Triton gives a thread neighbouring elements. A request for one of each thread's four float32 is then
-  four lines, of which it uses a quarter. (A step of a wave equation in 3-d: ten such requests take 1.3 cycles per
-  element, and memory 0.8.) Where these take clearly longer than memory, or store, since each request writes to L2,
-  lanes go along neighbours, with ``LANE`` bytes each: a request is one line.
+* **Pointwise stencils of half precision** (neighbours, shifted rows, rows of odd length that are stored) read and store
+  most elements one by one, and some in pieces, for which Triton gives a thread neighbouring elements. A request for one
+  of each thread's is then several lines, of which it uses a part. Where these take clearly longer than memory, or
+  store, since each request writes to L2, lanes go along neighbours, with ``LANE`` bytes each: a request is one line
+  (interpolation to 1,601 points: 39 us, so 29). Not float32, of which a lane would have one element, and no reads of
+  several at once (the windows of a fold: 40 us, so 56; a wave equation in 3-d: 35 and 40).
 * **Rows that memory runs across** (features of a convolution normalized over channels): as many rows per program as
   sectors hold, if that leaves much fewer of them.
 * **Rows of some tensors that are columns of others** (``(x + y.mT).sum(1)``): a loop over squares, which Triton reads
@@ -141,8 +142,8 @@ def _pointwise(config: Config, t: Any, moved: list[Access], target: Target) -> C
     masked = {s.index for s in t.space.loads if s.mask is not None}
     single = [a for a in moved if not a.loaded and (a.index in masked or not _in_pieces(a, inner))]
     near = [a for a in single if not _apart(a, inner) and a.sectors({inner: WARP}) * SECTOR >= WARP * a.itemsize]
-    if any(a.store for a in near) or _lookups(near, inner, most // threads) > NEARBY * _memory(t):
-        piece = max(1, LANE // max(a.itemsize for a in near))
+    piece = LANE // max((a.itemsize for a in near), default=LANE)
+    if piece > 1 and (any(a.store for a in near) or _lookups(near, inner, most // threads) > NEARBY * _memory(t)):
         config = replace(config, extras=tuple(sorted((*config.extras, ("piece", piece)))))
         single = [a for a in single if a not in near]
     while most > 2 * threads and _lookups(single, inner, most // threads) > OFTEN * _memory(t):
