@@ -25,7 +25,7 @@ from .decided import Exprs, held, joined
 from .dependencies import Dependencies, dependencies, remove_dead
 from .legality import Cluster, common_space, single
 from .places import LAUNCH
-from .producers import Producer, gathers, make_producer, makes_all, places, replaced
+from .producers import Producer, TooLong, gathers, make_producer, makes_all, places, replaced
 from .result import Fused, Reason
 from .split import row_major
 
@@ -121,7 +121,10 @@ def _inline_into(loops: LoopNest, position: int, work: _Work) -> LoopNest:
         for p in _forms(name, position, work):
             if not _should_inline(loops, position, p, work):
                 continue
-            inlined = replaced(loops, p, gpu=work.gpu)
+            try:
+                inlined = replaced(loops, p, gpu=work.gpu, longest=max(MAX_TEXT, longest))
+            except TooLong:
+                continue
             length = _longest(inlined)
             if length > max(MAX_TEXT, longest) or len(inlined.body) > MAX_BODY:
                 continue
@@ -178,7 +181,11 @@ def _whole(p: Producer, work: _Work) -> tuple[Producer, list[Producer]]:
                 parts[read] = q
                 size += len(q.loops.body)
                 todo += [n for n in q.loops.reads() if n in work.near[q.position]]
-        loops = replaced(p.loops, *parts.values(), gpu=work.gpu) if parts else p.loops
+        try:
+            longest = 4 * MAX_TEXT
+            loops = replaced(p.loops, *parts.values(), gpu=work.gpu, longest=longest) if parts else p.loops
+        except TooLong:
+            loops, parts = p.loops, {}
         store = next(s for s in loops.stores() if s.buffer == name)
         work.whole[name] = replace(p, loops=loops, store=store), list(parts.values())
     return work.whole[name]

@@ -8,14 +8,19 @@ both masks, and the positions that it reads at, where they may be out of range t
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 
 import torch
 
-from ..ir.expr import Atom, Expr, Var, expr, nonneg
+from ..ir.expr import Atom, BinOp, Expr, Var, expr, nonneg
 from ..ir.loops import BodyBuilder, Indirect, Load, LoopNest, Stmt, Store, map_stmt, stmt_args, stmt_exprs
 from ..ir.program import Program
 from .decided import Exprs, decided, narrowed, shared_loads, without_selects
 from .mapping import strides_of
+
+
+class TooLong(Exception):
+    """Of sizes that are not known, what is divided again and again does not simplify: each time it is there twice."""
 
 
 @dataclass(frozen=True)
@@ -55,37 +60,42 @@ def gathers(loops: LoopNest) -> bool:
     return any(isinstance(s, Indirect) for s in loops.body)
 
 
-def replace_loads(loops: LoopNest, *producers: Producer) -> LoopNest:
-    """``loops`` with every load of the producers' buffers, also those in the producers, replaced by its computation."""
+def replace_loads(loops: LoopNest, *producers: Producer, longest: float = inf) -> LoopNest:
+    """``loops`` with every load of the producers' buffers, also those in the producers, replaced by its computation.
+    Raises TooLong where a quotient has more than ``longest`` characters."""
     b = BodyBuilder()
     ids: dict[int, int] = {}
     made, known = {p.store.buffer: p for p in producers}, dict[Load, int]()
     for i, s in enumerate(loops.body):
-        ids[i] = _add(b, map_stmt(s, ids), made, known)
+        ids[i] = _add(b, map_stmt(s, ids), made, known, longest)
     origins = tuple(dict.fromkeys(o for x in (*(p.loops for p in producers), loops) for o in x.origins))
     return replace(loops, body=decided(tuple(b.body)), origins=origins)
 
 
-def replaced(loops: LoopNest, *producers: Producer, gpu: bool) -> LoopNest:
+def replaced(loops: LoopNest, *producers: Producer, gpu: bool, longest: float = inf) -> LoopNest:
     """``replace_loads``, and what two masks select from is computed once."""
-    out = replace_loads(loops, *producers)
+    out = replace_loads(loops, *producers, longest=longest)
     if gpu:
         return replace(out, body=without_selects(shared_loads(out.body)))
     return replace(out, body=without_selects(out.body)) if any(gathers(p.loops) for p in producers) else out
 
 
-def _add(b: BodyBuilder, s: Stmt, made: Mapping[str, Producer], known: dict[Load, int]) -> int:
+def _add(b: BodyBuilder, s: Stmt, made: Mapping[str, Producer], known: dict[Load, int], longest: float) -> int:
     """The position of the value of ``s``. ``known``: the loads that were replaced."""
     if not isinstance(s, Load) or s.buffer not in made:
         return b.add(s)
     if s not in known:
-        known[s] = _insert(b, made[s.buffer], s, partial(_add, made=made, known=known))
+        known[s] = _insert(b, made[s.buffer], s, partial(_add, made=made, known=known, longest=longest), longest)
     return known[s]
 
 
-def _insert(b: BodyBuilder, p: Producer, load: Load, add: Callable[[BodyBuilder, Stmt], int]) -> int:
+def _insert(
+    b: BodyBuilder, p: Producer, load: Load, add: Callable[[BodyBuilder, Stmt], int], longest: float
+) -> int:  # fmt: skip
     """The producer's body at the element that ``load`` reads; returns the position of the value."""
     env = _axes_at(load.index, p, *narrowed(b, load.mask))
+    if any(isinstance(a, BinOp) and len(a.key) > longest for e in env.values() for a in e.atoms()):
+        raise TooLong
     ids: dict[int, int] = {}
     known = _known(p.loops, env) if load.mask is not None and gathers(p.loops) else set()
     for i, s in enumerate(p.loops.body):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import reflib
 from reflib.fuse.dependencies import dependencies
@@ -291,3 +291,22 @@ def test_a_program_is_analyzed_and_a_buffer_measured_once() -> None:
     assert dependencies(program) is d and d.before == before
     assert dependencies(replace(program)) == d and dependencies(replace(program)) is not d
     assert b.nbytes is b.nbytes and b.extent is b.extent and b.numel is b.numel
+
+
+def test_windows_of_sizes_that_are_not_known() -> None:
+    """Their gradients' places are quotients of quotients, which double per level: some are read from memory instead."""
+
+    def similarity(x: Tensor, y: Tensor) -> Tensor:
+        def mean(x: Tensor) -> Tensor:
+            return F.avg_pool2d(x, 3, 1)
+
+        a, b = mean(x), mean(y)
+        va, vb, vab = mean(x * x) - a * a, mean(y * y) - b * b, mean(x * y) - a * b
+        return (a * b * (2 * vab + 0.03) / ((a * a + b * b + 0.01) * (va.abs() + vb.abs() + 0.03))).mean()
+
+    f = reflib.compile(similarity, dynamic=True)
+    for shape in ((3, 2, 9, 7), (2, 5, 6, 11)):
+        args = [torch.randn(shape, requires_grad=True) for _ in range(2)]
+        got, want = (torch.autograd.grad(g(*args), args) for g in (f, similarity))
+        for a, b in zip(got, want):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
