@@ -73,7 +73,7 @@ def _group(of: dict[str, Group], strip: LoopNest) -> Group:
 
 def _sum(program: Program, d: Dependencies, b: Buffer) -> list[int]:
     """The positions of what fills a large tensor, adds to it, and, of a temporary, once reads it, where the last of
-    them stands these could all be; else none."""
+    them stands these could all be, even after it; else none."""
     writers, readers = d.writers.get(b.name, []), d.readers.get(b.name, [])
     needed = b.name in d.needed
     if b.kind != "temp" or len(writers) < 2 or len(readers) != (not needed) or readers and readers[0] < writers[-1]:
@@ -88,7 +88,7 @@ def _sum(program: Program, d: Dependencies, b: Buffer) -> list[int]:
             return []
         if p not in readers and set(n.writes()) != {b.name}:
             return []
-        if any(d.written_between(r, p, end) for r in n.reads()):
+        if any(d.written_between(r, p, end + 1) for r in n.reads()):
             return []
     adds = [s for p in writers[1:] for s in program.nodes[p].stores()]  # type: ignore[union-attr]
     return positions if all(s.reduce == "atomic" for s in adds) else []
