@@ -29,6 +29,7 @@ from .random import LIBRARY
 LIBRARY.define("cumprod_backward(Tensor grad, Tensor x, Tensor y, int dim) -> Tensor")
 BACKWARD = torch.ops.reflib.cumprod_backward
 LONG, FEW = 16384, 256
+TRANSFORMS = ("torch._C._functorch", "torch._functorch.predispatch")  # modules of the functions that begin one
 
 
 def _in_steps(grad: torch.Tensor, x: torch.Tensor, y: torch.Tensor, dim: int) -> torch.Tensor:
@@ -69,6 +70,8 @@ def products(module: GraphModule, options: Options) -> GraphModule:
     """``module``, a graph of torch's functions with fake tensors in ``meta``, with ``cumprod`` of above in place of
     torch's (plugs into ``pipeline.CAPTURED``)."""
     if options.numerics == "eager" or options.batch_invariant:
+        return module
+    if any(getattr(n.target, "__module__", "") in TRANSFORMS for inner in graphs(module) for n in inner.graph.nodes):
         return module
     for inner in graphs(module):
         for node in inner.graph.nodes:
