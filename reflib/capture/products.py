@@ -1,8 +1,8 @@
 """The gradient of a cumulative product as one scan: ``reflib::cumprod_backward``.
 
 PyTorch divides: with ``w = grad * y`` the gradient of ``y = cumprod(x)`` at k is the sum of w from k on, over x[k].
-That fails where an x is 0. Eager mode looks whether one is, and waits for the GPU to say so; a captured graph cannot,
-and has three scans, an argmax, a gather and a scatter. But no division is needed, and no case::
+That fails where an x is 0. Eager mode tests for zeros, which waits for the GPU; a captured graph cannot, and has three
+scans, an argmax, a gather and a scatter. Without the division, zeros are no special case::
 
     later[k] = grad[k] + x[k + 1] * later[k + 1]        a linear recurrence, from the row's end
     gradient[k] = y[k - 1] * later[k]
