@@ -175,7 +175,7 @@ class Pool:
 
     def _alive(self) -> ZygoteProcess:
         """The zygote, which is started if there is none. RuntimeError where no thread can be."""
-        if _exiting:
+        if exiting.is_set():
             raise RuntimeError
         if self._zygote is None:
             self._zygote = ZygoteProcess(self)
@@ -332,7 +332,7 @@ def child_path() -> list[str]:
 # -- the process's pool, its end and its forks --------------------------------------------------------
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_exiting = False
+exiting = threading.Event()
 _pool = Pool()
 
 
@@ -344,8 +344,8 @@ def pool(compilers: int = 0) -> Pool:
 
 def _at_exit() -> None:
     """``threads`` get a SystemExit; what they wait for, jobs, is over when the pools are closed."""
-    global _exiting
-    _exiting, alive = True, [t for t in list(threads) if t.is_alive()]
+    exiting.set()
+    alive = [t for t in list(threads) if t.is_alive()]
     for t in alive:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(t.ident or 0), ctypes.py_object(SystemExit))
     for p in list(_pools):

@@ -1,8 +1,8 @@
 """The gradient of a cumulative product as one scan: ``reflib::cumprod_backward``.
 
 PyTorch divides: with ``w = grad * y`` the gradient of ``y = cumprod(x)`` at k is the sum of w from k on, over x[k].
-That fails where an x is 0. Eager mode looks whether one is, and waits for the GPU to say so; a captured graph cannot,
-and has three scans, an argmax, a gather and a scatter. But no division is needed, and no case::
+That fails where an x is 0. Eager mode tests for zeros, which waits for the GPU; a captured graph cannot, and has three
+scans, an argmax, a gather and a scatter. Without the division, zeros are no special case::
 
     later[k] = grad[k] + x[k + 1] * later[k + 1]        a linear recurrence, from the row's end
     gradient[k] = y[k - 1] * later[k]
@@ -29,6 +29,7 @@ from .random import LIBRARY
 LIBRARY.define("cumprod_backward(Tensor grad, Tensor x, Tensor y, int dim) -> Tensor")
 BACKWARD = torch.ops.reflib.cumprod_backward
 LONG, FEW = 16384, 256
+TRANSFORMS = ("torch._C._functorch", "torch._functorch.predispatch")  # modules of the functions that begin one
 
 
 def _in_steps(grad: torch.Tensor, x: torch.Tensor, y: torch.Tensor, dim: int) -> torch.Tensor:
@@ -69,6 +70,8 @@ def products(module: GraphModule, options: Options) -> GraphModule:
     """``module``, a graph of torch's functions with fake tensors in ``meta``, with ``cumprod`` of above in place of
     torch's (plugs into ``pipeline.CAPTURED``)."""
     if options.numerics == "eager" or options.batch_invariant:
+        return module
+    if any(getattr(n.target, "__module__", "") in TRANSFORMS for inner in graphs(module) for n in inner.graph.nodes):
         return module
     for inner in graphs(module):
         for node in inner.graph.nodes:

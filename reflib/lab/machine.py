@@ -134,8 +134,8 @@ def busy() -> str:
 def use_free_cores() -> str:
     """Gives PyTorch as many threads as get a core of their own here; returns what it changed, in words.
 
-    A loop ends when its last thread does. Where two threads share a core with another program, that is a slice of the
-    scheduler later, many times what the loop takes. Processes that this one starts get the same number.
+    A loop ends when its last thread does. A thread that shares its core with another program may wait for a time slice,
+    many times what the loop takes. Processes that this one starts get the same number.
     """
     import torch
 
@@ -152,10 +152,10 @@ def use_free_cores() -> str:
 
 
 def keep_pages() -> None:
-    """The C library keeps memory that a tensor has left, as PyTorch's allocator does on a GPU.
+    """The C library keeps freed memory for the next tensor, as PyTorch's allocator does on a GPU.
 
-    By itself it gives a large tensor's pages back to the system, and getting them again takes longer than to write
-    them: the times would be those of the system. Processes that this one starts do the same. Only glibc has this.
+    By default it returns a large tensor's pages to the system, and getting new ones takes longer than writing to them:
+    the times would be those of the system. Processes that this one starts do the same. Only glibc has this.
     """
     os.environ.update({f"MALLOC_{name}_": str(value) for name, (_, value) in MALLOC.items()})
     with contextlib.suppress(AttributeError, OSError):

@@ -64,7 +64,7 @@ def _exact_power(x: Value, e: float) -> Value | None:
 
 def _root_times(x: Value, e: float) -> Value:
     """``x ** e``, which is 1.5 or -1.5: within 1.5 units in the last place; CUDA's is within 2, and takes four times as
-    long. It takes -inf for a positive number."""
+    long. A result below 2 ** -128 is 0, as ``x * sqrt(x)`` is infinite then. pow takes -inf for a positive number."""
     x = where(x.eq(-math.inf), math.inf, x)
     return x * x.sqrt() if e > 0 else 1 / (x * x.sqrt())
 

@@ -32,7 +32,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..autotune.parts import parts_of
-from ..autotune.pool import threads
+from ..autotune.pool import exiting, threads
 from ..autotune.store import Outcome
 from ..ir.decision import Key
 from ..logs import get as logger
@@ -147,7 +147,8 @@ class Sharing:
                 self.store.add(f"reflib/beats/{self.rank}", 1)
             except RuntimeError:  # the store is gone, with the rank that held it
                 return
-            threading.main_thread().join(BEAT)  # (a pause that the interpreter's exit ends)
+            if exiting.wait(BEAT):
+                return
 
 
 _sharing: WeakKeyDictionary[Any, Sharing] = WeakKeyDictionary()

@@ -148,6 +148,24 @@ def test_a_thread_in_pytorch_when_the_program_ends(program: str) -> None:
     python(f"import threading, torch\ninside = threading.Event(){program}inside.wait()")
 
 
+def test_beats_pause_while_another_thread_outlives_the_main_one() -> None:
+    python("""
+import os, threading, time, types
+from reflib.ranks import share
+asked = []
+s = object.__new__(share.Sharing)
+s.rank, s.mine, s.beating = 0, set(), None
+s.store = types.SimpleNamespace(add=lambda *args: asked.append(args))
+def outlives():
+    threading.main_thread().join()
+    s.measuring("a question")
+    time.sleep(0.3)
+    if len(asked) != 1:
+        os._exit(1)
+threading.Thread(target=outlives).start()
+""")
+
+
 @pytest.mark.slow
 def test_nothing_is_lost_when_the_program_ends(tmp_path: Path) -> None:
     """It ends while a candidate hangs; the others' rows are there for the next."""

@@ -236,6 +236,13 @@ def test_the_gradient_of_a_product_of_none_or_one(shape: tuple[int, ...]) -> Non
     compare(lambda x: x.cumprod(-1) * 2, torch.full(shape, 3.0).requires_grad_(), backward=True)
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_the_gradient_of_a_product_in_a_transform(transform: Any) -> None:
+    """It is PyTorch's, also under vmap: torch.func asks for rules of its own."""
+    one = transform(lambda row: row.cumprod(0).sin().sum())
+    compare(lambda x: (torch.vmap(one)(x), one(x[1])), hostile((4, 5), 1, torch.float64).nan_to_num(2, 3, 4))
+
+
 def test_the_op_in_eager_mode() -> None:
     x = hostile((4, 5, 6), 1, torch.float64).nan_to_num(2, 3, 4).requires_grad_()
     grad = R(x.shape, dtype=x.dtype)
