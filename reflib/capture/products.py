@@ -8,7 +8,8 @@ scans, an argmax, a gather and a scatter. Without the division, zeros are no spe
     gradient[k] = y[k - 1] * later[k]
 
 Each element of ``grad``, ``x`` and ``y`` is read once, in one kernel. The terms are those of the sum above, each
-without the factor x[k] and the division by it, so the rounding errors are no larger.
+without the factor x[k] and the division by it. On a GPU parts of a row are combined in float32, as in a scan of
+products: where the product of a part overflows (65 factors of 4), the result may be infinite or NaN though y is finite.
 
 torch.cumprod is replaced before autograd sees it. Not where rows are few and long: the scan of a recurrence is not cut
 into pieces (``fuse/split_scans``). ``numerics="eager"`` and ``batch_invariant`` keep PyTorch's formula.
