@@ -245,8 +245,8 @@ def test_steps_take_linear_time() -> None:
     def statements(steps: int) -> int:
         made: list[int] = []
 
-        def counted(loops: LoopNest, *made_of: producers.Producer) -> LoopNest:
-            made.append(len((out := replace_loads(loops, *made_of)).body))
+        def counted(loops: LoopNest, *made_of: producers.Producer, longest: float) -> LoopNest:
+            made.append(len((out := replace_loads(loops, *made_of, longest=longest)).body))
             return out
 
         replace_loads = producers.replace_loads
