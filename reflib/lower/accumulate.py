@@ -22,13 +22,12 @@ from reflib.ir.program import View, full_view
 
 from .body import NestBuilder, Scalar, Value, nest, where
 from .context import LoweringContext
-from .indexing import axis, here_and_at, one_per_row
+from .indexing import LAUNCH, axis, here_and_at, one_per_row
 from .rules import Unsupported, rule
 
 SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32} | {
     d: d for d in (torch.float32, torch.float64, torch.int32, torch.int64)
 }
-LAUNCH = 10_000_000  # bytes that a GPU moves while a kernel is started
 # What is added at one point of a loop nest: (coordinates in the result, value).
 Term = Callable[[NestBuilder], tuple[Sequence[IntLike], Scalar]]
 Sum = Callable[[LoweringContext, View | None, Sequence[IntLike], Term], View]  # ``accumulate``

@@ -19,6 +19,7 @@ from .rules import Unsupported, rule
 
 # Beyond this many, one compare per input and element costs more than a call of ATen's cat.
 MAX_CAT_INPUTS = 16
+LAUNCH = 10_000_000  # bytes that a GPU moves while a kernel is started
 RUN = 64  # bytes: of shorter rows, a store of their own touches as much as a copy would
 
 
@@ -86,24 +87,28 @@ def cat(cx: LoweringContext, tensors: Sequence[View], dim: int = 0) -> View:
 def _stored_each(cx: LoweringContext, parts: Sequence[View], d: int, compute: torch.dtype) -> View:
     """Parts that are stored in their places, fused with what computes them (embeddings of many columns, side by side):
     up to ``MAX_CAT_INPUTS`` that follow each other by one loop nest, if they have one shape and none is reduced. Not
-    where less is computed than copied, which a call does for all at once, nor of rows too short to be stored apart."""
+    where less is computed than copied, which a call does for all at once, nor of rows too short to be stored apart, nor
+    by more launches than the copy takes: small kernels share one launch, unless they write to one tensor."""
     row = prod(cx.shape[d + 1 :], start=expr(1)) * cx.dtype.itemsize
     loops = [node for node in cx.low.nodes if isinstance(node, LoopNest)]
     computed, reduced = ({b for n in found for b in n.writes()} for found in (loops, [n for n in loops if n.reduced]))
     sizes = [(t.shape[d].hint(), t.buffer in computed) for t in parts]
     if sum(n if own else -n for n, own in sizes) < 0 or min(sizes)[0] * row.hint() < RUN:
         raise Unsupported(f"{len(parts)} tensors")
+    alike = groupby(range(len(parts)), lambda i: i if parts[i].buffer in reduced else parts[i].shape)
+    found = [list(same) for _, same in alike]
+    runs = [same[n : n + MAX_CAT_INPUTS] for same in found for n in range(0, len(same), MAX_CAT_INPUTS)]
+    if cx.on_gpu and 2 * (prod(cx.shape[:d], start=row) * cx.shape[d]).hint() < LAUNCH * (len(runs) - 2):
+        raise Unsupported(f"{len(parts)} small tensors")
     whole = cx.out()
     starts = [*accumulate((t.shape[d] for t in parts), initial=expr(0))]
     step, at = whole.strides[d], whole.offset
     places = [replace(whole, shape=t.shape, offset=at + start * step) for t, start in zip(parts, starts)]
-    for _, same in groupby(enumerate(parts), lambda x: x[0] if x[1].buffer in reduced else x[1].shape):
-        numbers = [i for i, _ in same]
-        for first in numbers[::MAX_CAT_INPUTS]:
-            k = NestBuilder(cx, places[first].shape)
-            for i in numbers[first - numbers[0] :][:MAX_CAT_INPUTS]:
-                k.store(places[i], k.load(parts[i]).to(compute))
-            k.finish()
+    for numbers in runs:
+        k = NestBuilder(cx, places[numbers[0]].shape)
+        for i in numbers:
+            k.store(places[i], k.load(parts[i]).to(compute))
+        k.finish()
     return whole
 
 

@@ -67,3 +67,14 @@ def test_a_call_where_parts_are_copied_or_short() -> None:
     assert calls(reflib.explain(lambda a: torch.cat([(a + k).sin() for k in range(20)], 1), a)) == 0
     short = a[:, :-1].contiguous()
     assert calls(reflib.explain(lambda a: torch.cat([(a + k).sin() for k in range(20)], 1), short)) == 1
+
+
+def test_few_launches_for_small_parts_of_unlike_widths() -> None:
+    """Those that make the parts share a launch, unless they store them in one tensor; large ones do not share any."""
+
+    def fn(*parts: Tensor) -> Tensor:
+        return torch.cat([p.sin() for p in parts], 1)
+
+    for rows, called in ((64, 1), (65536, 0)):
+        e = reflib.explain(fn, *(torch.empty(rows, RUN // 4 * (4 + i % 2)) for i in range(18)), target="sm_90")
+        assert calls(e) == called and len(e.kernels) == (1 if called else 18)
