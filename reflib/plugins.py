@@ -12,6 +12,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "budget": "capture.budget:within_budget",
         "recomputable": "capture.recomputable:with_more",
         "launches": "capture.triton_there:compiled_with_launches",
+        "interpolation": "capture.interpolation:compiled",
     },
     "pipeline.CHOOSE": {
         "choose": "tuning:choose",
@@ -38,7 +39,6 @@ PLUGS: dict[str, dict[str, str]] = {
         "patches": "capture.patches:patches",
         "channels_last": "capture.layouts:channels_last",
         "clones": "capture.clones:without_clones",
-        "positions": "capture.constants:recompute_positions",
         "saved_positions": "capture.saved_positions:saved_positions",
         "slice_sums": "capture.slice_sums:slice_sums",
         "joint_sums": "capture.joint_sums:joint_sums",
@@ -88,6 +88,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "grouped_matmul": "lower.grouped_matmul",
         "im2col": "lower.im2col",
         "index_put": "lower.index_put",
+        "interpolation": "lower.interpolation",
         "flex_attention": "lower.flex_attention",
         "float8": "lower.float8",
         "indexing": "lower.indexing",

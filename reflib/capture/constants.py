@@ -8,9 +8,6 @@
   ``table[index]``. The same ops on the GPU give the same integers, and fuse with what reads them. Floating point might
   differ in its last bits, and with them an integer made of it (the bucket of a relative position by its logarithm). So
   that is computed here as well, and the graph holds the result on the GPU, if it is small.
-- **Positions that a backward scatters to**: interpolation is reads at such places. If the forward saves them, the
-  backward's compiler does not know them, though a rule of ours needs them (``lower/index_put``); so they are computed
-  again, which takes a few operations on one number per row.
 """
 
 from collections.abc import Iterator
@@ -22,14 +19,12 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node, map_arg
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import CheckpointPolicy
 
 from ..options import Options
 from .copies import copied
 
 aten = torch.ops.aten
 LITERAL = aten.lift_fresh_copy.default  # makes the tensor of a literal, which the graph holds
-SCATTERS = (aten.index_put.default, aten._unsafe_index_put.default)
 MAX_NODES = 64  # of a chain
 MOST = 2**22  # elements of a tensor that is held
 
@@ -73,16 +68,6 @@ def computed(chain: list[Node], **instead: Any) -> torch.Tensor:
             args, kwargs = map_arg((n.args, n.kwargs), lambda a: values[a] if a in values else _held_by(a))
             values[n] = n.target(*args, **{k: instead.get(k, v) for k, v in kwargs.items()})  # type: ignore[operator]
         return values[chain[-1]].clone(memory_format=torch.preserve_format)
-
-
-def recompute_positions(joint: GraphModule, options: Options, gpu: bool) -> GraphModule:
-    """Tag the positions of scatters for the partitioner. A random op, or an input, leaves what needs it untagged."""
-    for node in joint.graph.nodes:
-        if node.target in SCATTERS and len(node.args) > 3 and node.args[3]:
-            for index in node.args[1]:
-                for n in from_nothing(index) or ():
-                    n.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    return joint
 
 
 # -- numbers ----------------------------------------------------------------------------------------

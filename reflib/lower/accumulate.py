@@ -5,7 +5,7 @@ each element where it belongs. The second may compute ``new`` itself. Half dtype
 its own, and rounded once. That buffer has a row for each index instead of one for each row of the result where this
 moves less (``_by_slots``).
 
-On a GPU only; on a CPU, and with ``atomics=False``, these ops are calls of ATen, or loops that gather (``index_put``).
+On a GPU only; on a CPU, and with ``atomics=False``, these ops are calls of ATen.
 **The order of the additions varies from run to run**, and with it the last bits of floating-point sums, as in
 TorchInductor's kernels and in some of eager's (those of ``scatter_add``; those of ``index_put`` and of embeddings sort
 first). Under ``torch.use_deterministic_algorithms(True)`` only integers are summed so.

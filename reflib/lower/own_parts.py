@@ -7,7 +7,10 @@ from math import prod
 from typing import Any
 
 import torch
+from torch._decomp import get_decompositions
 from torch._prims_common import suggest_memory_format
+
+from reflib.capture.interpolation import LINEAR, NEAREST
 
 from .rules import overloads
 
@@ -23,6 +26,7 @@ def own_parts(table: Mapping[Any, Parts]) -> dict[Any, Parts]:
         **{op: partial(max_unpool, dims) for op, dims in unpools.items()},
         **{op: partial(counted_wide, table[op]) for op in means},
         **{op: partial(linspace, table[op]) for op in overloads("linspace") if op in table},
+        **get_decompositions([getattr(aten, name).default for name in (*LINEAR, *NEAREST)]),
         aten._unique.default: unique,
         aten.stack.default: partial(stack, table[aten.stack.default]),
     }

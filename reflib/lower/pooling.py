@@ -66,12 +66,12 @@ class Side:
 
 class Window:
     """A loop nest over the points of ``out`` whose value is computed from a window: ``sides`` makes it from the
-    coordinates of the last dimensions."""
+    coordinates of the last dimensions. Of more than ``most`` elements it is a reduction."""
 
-    def __init__(self, cx: LoweringContext, out: View, counts: Sequence[Expr]):
+    def __init__(self, cx: LoweringContext, out: View, counts: Sequence[Expr], most: int = UNROLLED):
         total = product(counts).constant
         self.out, self.rank, self.counts = out, len(out.shape), counts
-        self.unrolled = total is not None and total <= UNROLLED
+        self.unrolled = total is not None and total <= most
         shape = out.shape if self.unrolled else (*out.shape, *counts)
         self.k = NestBuilder(cx, shape, range(self.rank, len(shape)))
         self.coords = self.k.coords[: self.rank]
