@@ -58,7 +58,6 @@ ATOMIC: dict[str, Callable[..., torch.Tensor]] = {
     "index (gradient)": lambda x, where, at, new: x[where].square(),
     "index_select (gradient)": lambda x, where, at, new: x.index_select(0, where).square(),
     "gather (gradient)": lambda x, where, at, new: x.gather(0, at).square(),
-    "interpolate (gradient)": lambda x, where, at, new: F.interpolate(x[None, None], None, 1.7, "bilinear").square(),
 }
 STORED: dict[str, Callable[..., torch.Tensor]] = {  # where two values for one place race, and one of them wins
     "scatter": lambda x, where, at, new: x.scatter(0, at, new),

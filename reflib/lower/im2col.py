@@ -32,7 +32,7 @@ def im2col(cx: LoweringContext, x: View, kernel_size: Any, dilation: Any, paddin
     for d, (o, point, size) in enumerate(((row, i, height), (column, j, width))):
         side = g.side(d, o, size)
         at.append(side.at(point))
-        mask = _and(mask, side.mask(k, point))
+        mask = both(mask, side.mask(k, point))
     value = k.load(x, [*n, c, *at], mask).to(value_dtype(check_dtype(x.dtype)))
     k.store(out, value, [*n, (c * g.kernel[0] + i) * g.kernel[1] + j, row * windows[1] + column])
     k.finish()
@@ -58,7 +58,7 @@ def col2im(
         for d, j in enumerate(point):
             window, inside, test = _place(w.k, g, d, w.spatial[d], j, windows[d], dense)
             at.append((window, inside))
-            mask = _and(mask, test)
+            mask = both(mask, test)
         (row, i), (column, j) = at
         where = [*n, (c * g.kernel[0] + i) * g.kernel[1] + j, row * windows[1] + column]
         return w.k.load(x, where, mask).to(value_dtype(check_dtype(x.dtype)))
@@ -85,8 +85,4 @@ def _place(
         window = start // stride
         if stride.constant != 1:
             mask = k.index(mod(start, stride)).eq(0)
-    return window, inside, _and(mask, Side(window, expr(1), windows).mask(k, 0))
-
-
-def _and(mask: Value | None, test: Value | None) -> Value | None:
-    return mask if test is None else both(mask, test)
+    return window, inside, both(mask, Side(window, expr(1), windows).mask(k, 0))

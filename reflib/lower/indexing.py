@@ -148,8 +148,8 @@ def constant_pad_nd(k: NestBuilder, x: View, pad: Sequence[Any], value: Any = 0)
     return where(mask, k.load(x, coords, mask), value)
 
 
-def both(a: Value | None, b: Value) -> Value:
-    return b if a is None else a & b
+def both(a: Value | None, b: Value | None) -> Value | None:
+    return b if a is None else a if b is None else a & b
 
 
 def _never_positive(e: Expr) -> bool:

@@ -28,6 +28,7 @@ from reflib.ir.program import View
 
 from .body import NestBuilder, Value, check_dtype, where
 from .context import LoweringContext
+from .indexing import both
 from .pooling import Side, Window
 from .rules import Unsupported, rule
 
@@ -103,14 +104,16 @@ class Resampling:
     def side(self, p: Expr) -> Side:
         return Side(p * self.n // self.size - self.back, expr(self.count), expr(self.n))
 
-    def weight(self, k: NestBuilder, i: Expr, p: Expr) -> tuple[Value, Value]:
-        """(does output ``i`` read input ``p``?, by how much it counts)"""
+    def weight(self, k: NestBuilder, i: Expr, p: Expr) -> tuple[Value | None, Value | None]:
+        """(does output ``i`` of input ``p``'s window read it?, by how much it counts); None: yes, and 1."""
+        taps = self.taps(k.index(i).to(self.dtype))
+        if len(taps) == 1:
+            return (None if self.count * self.size == self.n else taps[0][0].eq(k.index(p))), None
         hit = total = None
-        for at, weight in self.taps(k.index(i).to(self.dtype)):
+        for at, weight in taps:
             here = at.eq(k.index(p))
-            part = where(here, k.value(weight, self.dtype), 0.0)
+            part = where(here, weight, 0.0)
             hit, total = (here, part) if hit is None or total is None else (hit | here, total + part)
-        assert hit is not None and total is not None
         return hit, total
 
 
@@ -146,13 +149,12 @@ def _summed(cx: LoweringContext, x: View, out: View, along: dict[int, Resampling
         total = None
         for (d, r), i in zip(along.items(), at):
             hit, weight = r.weight(w.k, i, w.coords[d])
-            mask = hit if mask is None else mask & hit
-            total = weight if total is None else total * weight
-        assert total is not None
+            mask, total = both(mask, hit), weight if total is None or weight is None else total * weight
         here = [*w.coords]
         for d, i in zip(along, at):
             here[d] = i
-        return w.k.load(x, here, mask).to(compute) * total.to(compute)
+        value = w.k.load(x, here, mask).to(compute)
+        return value if total is None else value * total.to(compute)
 
     return w.finish(out, w.sum(term(at, m) for at, m in w.elements([r.side(w.coords[d]) for d, r in along.items()])))
 

@@ -89,7 +89,7 @@ class Window:
             mask: Value | None = None
             for side, j in zip(sides, point):
                 inside = side.mask(self.k, j)
-                mask = mask if inside is None else both(mask, inside)
+                mask = both(mask, inside)
             yield [side.at(j) for side, j in zip(sides, point)], mask
 
     def sum(self, terms: Iterator[Value]) -> Value:

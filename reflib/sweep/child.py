@@ -28,6 +28,7 @@ did. (Two processes that keep the device busy in turns make replays three times 
 import contextlib
 import copy
 import fcntl
+import gc
 import json
 import math
 import os
@@ -318,6 +319,7 @@ def timed(job: Job, step: Step, device: Any, values: dict[str, Any], notes: list
         # graphs last: a capture that fails can leave the random generator unusable
         for clock in ("events", "graph") if device.type == "cuda" else ("wall",):
             windows, calls = list[Samples](), values["times"].get("events", (math.inf,))[0] * 1e-6
+            gc.collect()  # autograd's nodes of earlier steps, in cycles, would tie a capture to the default stream
             while len(windows) < WINDOWS or clock == "graph" and unsteady(windows, calls) and len(windows) < MOST:
                 found = time_cases({"step": step}, clock, "warm", ROUNDS, SECONDS, device)["step"]
                 if not isinstance(found, Samples):

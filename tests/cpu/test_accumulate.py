@@ -246,11 +246,9 @@ def backward(fn: Callable[..., Any], x: torch.Tensor, **options: Any) -> Stages:
 def test_interpolation_gathers(way: dict[str, Any], kernels: int) -> None:
     x = torch.randn(1, 2, 4, 5, dtype=BF16, requires_grad=True)
     stages = backward(lambda x: F.interpolate(x, **way), x)
-    assert stages.fused is not None and stages.kernels is not None
+    assert stages.fused is not None
     assert not calls(stages.fused) and not adding(stages.fused)
-    assert len(stages.kernels) == kernels
-    positions = [(n.body[s.arg].dtype, s.checked) for n in found for s in n.body if isinstance(s, Indirect)]  # type: ignore[union-attr]
-    assert set(positions) == ({(torch.int32, False)} if adds else set())
+    assert len(stages.fused.program.nodes) == kernels
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 7), (5, 1)])
