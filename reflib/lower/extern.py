@@ -66,7 +66,7 @@ def extern(
     cx.low.nodes.append(
         Extern(
             cx.low.next_node(), target, tuple(args), tuple(kwargs.items()), tuple(outputs), mutates,
-            effect or has_effect(target), out, tuple(symbols), reason, (cx.origin,),
+            effect or has_effect(target, args, kwargs), out, tuple(symbols), reason, (cx.origin,),
         )
     )  # fmt: skip
     return pytree.tree_unflatten(values, spec)
@@ -142,11 +142,14 @@ def _returns_argument(schema: Any, i: int) -> bool:
     return info is not None and info.is_write
 
 
-def has_effect(target: Any) -> bool:
-    """Must calls of ``target`` keep their order? Random state, printing, and ops without a schema."""
+def has_effect(target: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Must this call keep its place? Random state, printing, and ops without a schema. Not attention that draws no
+    numbers: without dropout, and its backward, which is given them."""
     if not isinstance(target, torch._ops.OpOverload):
         return isinstance(target, torch._ops.HigherOrderOperator)
-    return torch.Tag.nondeterministic_seeded in target.tags or not target._schema.returns
+    random, known = torch.Tag.nondeterministic_seeded in target.tags, enumerate(target._schema.arguments)
+    given = {a.name: args[i] if i < len(args) else kwargs.get(a.name, a.default_value) for i, a in known}
+    return random and "philox_seed" not in given and given.get("dropout_p") != 0 or not target._schema.returns
 
 
 def _out_variant(cx: LoweringContext, target: Any, flat: list[Any]) -> tuple[Any, tuple[str, ...]] | None:

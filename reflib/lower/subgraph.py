@@ -226,7 +226,7 @@ def _traced(
     for n in graph.graph.nodes:
         if n.target is aten._to_copy.default and isinstance(n.args[0], (bool, int, float)):  # vmap's, of ``x * 2``
             n.target, n.kwargs = aten.scalar_tensor.default, {k: getattr(n.meta["val"], k) for k in ("dtype", "device")}
-        if isinstance(n.target, torch._ops.OpOverload) and has_effect(n.target):
+        if isinstance(n.target, torch._ops.OpOverload) and has_effect(n.target, n.args, n.kwargs):
             raise Refused("unsupported", f"{n.target} is random or has effects: it cannot be run to be measured")
     return graph
 

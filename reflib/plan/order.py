@@ -450,7 +450,8 @@ def _waited_for(program: Program, node: Node) -> bool:
     if not isinstance(node, Extern):
         return has_effect(node)
     devices = {program.buffers[b].device for b in (*node.reads(), *node.writes())}
-    return node.effect or bool(node.symbols) or len(devices) > 1 or _communicates(node)
+    moves = len(devices) > 1 and "attention" not in str(node.target)  # (whose seeds are numbers of the host's)
+    return node.effect or bool(node.symbols) or moves or _communicates(node)
 
 
 def _communicates(node: Extern) -> bool:

@@ -13,6 +13,7 @@ from reflib.ir.interpret import interpret
 from reflib.ir.loops import Indirect, LoopNest, Reduce
 from reflib.ir.program import Extern, Program, View
 from reflib.lower import decompositions
+from reflib.lower.extern import has_effect
 from reflib.lower.rules import RULES
 from reflib.options import Options
 from tests import choices
@@ -209,6 +210,9 @@ def test_calls_have_reasons_and_out_variants():
 def test_random_ops_are_ordered_calls():
     program = program_of(lambda x: torch.rand_like(x) + torch.bernoulli(x), torch.rand(4))
     assert [n.effect for n in program.nodes if isinstance(n, Extern)] == [True, True]
+    flash, x = torch.ops.aten._scaled_dot_product_flash_attention, torch.rand(1, 1, 8, 8)
+    assert has_effect(flash.default, (x, x, x, 0.1), {}) and has_effect(flash.default, (x, x, x), {"dropout_p": 0.1})
+    assert not has_effect(flash.default, (x, x, x), {}) and not has_effect(flash.default, (x, x, x, 0.0, True), {})
 
 
 def test_complex_and_reinterpreted_tensors_are_calls():

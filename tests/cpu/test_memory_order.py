@@ -186,6 +186,25 @@ def test_nothing_passes_what_is_waited_for():
     assert before[1] == {0} and 1 in before[2]
 
 
+def test_attention_without_dropout_lets_others_pass():
+    """Keys and values that are read late are made late."""
+
+    def fn(x, z, q, weights):
+        for w, o in weights:
+            k, v = (x @ w)[:, None].chunk(2, -1)
+            z = z + torch.nn.functional.scaled_dot_product_attention(q + z, k, v) @ o
+        return z
+
+    half = {"dtype": torch.bfloat16}
+    shapes = [(4, 2048, 64), (4, 1, 32, 64), (4, 1, 32, 64)]
+    weights = [(torch.zeros(64, 128, **half), torch.zeros(64, 64, **half)) for _ in range(4)]
+    with torch.no_grad():
+        e = reflib.explain(fn, *(torch.zeros(s, **half) for s in shapes), weights, target="sm_90")
+    keys = 4 * 2048 * 128 * 2
+    assert not any(n.effect for n in e.scheduled.nodes if isinstance(n, Extern))
+    assert keys <= e.memory.peak_bytes < 1.5 * keys
+
+
 def there_and_back(n):
     """Half of the nodes read what the other half made, the last first: as in training."""
     nodes = [neg(f"k{i}", f"b{i - 1}" if i else "x", f"b{i}") for i in range(n // 2)]
