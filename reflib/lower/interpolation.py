@@ -77,8 +77,9 @@ class Resampling:
         r = Resampling(kind, n, size, scale, corners, dtype)
         with for_real():
             i = torch.arange(n)
-            found = torch.stack([at for at, _ in r.taps(i.to(dtype))])
-            distance = i - found * n // size  # of an output from where its input's window begins
+            # of an output from where its input's window begins (the first's second input counts for nothing)
+            counted = [(at, torch.as_tensor(weight != 0).expand(n)) for at, weight in r.taps(i.to(dtype))]
+            distance = torch.cat([(i - at * n // size)[used] for at, used in counted])
             low, high = int(distance.min()), int(distance.max())
         # a multiply-add rounds once, so the first or last reader may read the input beside (nearest has none)
         slack = int(kind in ("cubic", "linear") and not (_dyadic(scale) and _dyadic(n / size)))

@@ -239,7 +239,8 @@ def backward(fn: Callable[..., Any], x: torch.Tensor, **options: Any) -> Stages:
         ({"scale_factor": 4, "mode": "bilinear"}, 2),
         ({"scale_factor": 9, "mode": "bilinear"}, 2),
         ({"scale_factor": 2, "mode": "bicubic"}, 2),
-        ({"size": (7, 9), "mode": "bilinear", "align_corners": True}, 2),
+        ({"size": (7, 9), "mode": "bilinear", "align_corners": True}, 1),
+        ({"size": (9, 11), "mode": "bilinear"}, 2),
     ],
     ids=str,
 )
