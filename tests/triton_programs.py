@@ -317,6 +317,8 @@ ONE_PASS: Programs = {
     "logsumexp": (lambda x: torch.logsumexp(x, -1), lambda: (_about_three(5, 333),), SHORT),
     "cross entropy": (_cross_entropy, lambda: (_about_three(6, 517),), SHORT),
 }  # fmt: skip
+
+
 def _rotated_heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """A norm, then a rotary embedding."""
     y = F.rms_norm(x, (x.shape[-1],), w, 1e-6)

@@ -91,7 +91,9 @@ def _sums_powers(body: Sequence[Stmt], i: int) -> bool:
     s = body[i]
     power = body[s.args[0]] if isinstance(s, Reduce) and s.kind == "sum" else None
     apart = body[power.args[0]] if isinstance(power, Op) and power.op == "exp" else None
-    return isinstance(apart, Op) and apart.op == "sub" and body[apart.args[1]] == Reduce("max", apart.args[:1], apart.dtype)
+    if not isinstance(apart, Op) or apart.op != "sub":
+        return False
+    return body[apart.args[1]] == Reduce("max", apart.args[:1], apart.dtype)
 
 
 def _number(s: Stmt) -> float:

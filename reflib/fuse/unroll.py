@@ -29,9 +29,9 @@ rows, a thread has a row, and all is one kernel. (Points rotated by quaternions,
 where rows are gathered or added at places: lanes that go along coordinates share sectors there, 88 us where those that
 have rows of their own take 156.
 
-**Coordinates of sums** (``by_result``). The forces on a body are three sums of one weight, times a coordinate each. As one
-loop nest over coordinates, the weights of all pairs are computed three times or go through memory; written out, three
-sums share a kernel's rows, and what makes the weights joins them. (6,144 bodies: 302 MB less.)
+**Coordinates of sums** (``by_result``). The forces on a body are three sums of one weight, times a coordinate each. As
+one loop nest over coordinates, the weights of all pairs are computed three times or go through memory; written out,
+three sums share a kernel's rows, and what makes the weights joins them. (6,144 bodies: 302 MB less.)
 
 NB: TorchInductor writes out each reduction of fewer than 8 elements while lowering.
 """
@@ -391,7 +391,7 @@ def unrolled(loops: LoopNest) -> LoopNest:
 def by_parts(loops: LoopNest, a: Axis, n: int) -> LoopNest:
     """``loops`` over a ``n``-th of ``a``: each statement once per part, where it varies with that."""
     part = Var(a.var.name, a.size // n)
-    points = [{a.var: expr(part) + j * part.size} for j in range(n)]
+    points: list[dict[Atom, IntLike]] = [{a.var: expr(part) + j * part.size} for j in range(n)]
     level = varying(loops.body, [a.var], reduces=a.kind == "p")
     b = BodyBuilder()
     ids: list[dict[int, int]] = [{} for _ in points]
