@@ -195,7 +195,7 @@ class OnePassPrinter(PartPrinter):
     def _op(self, i: int, s: Op) -> None:
         at = self.space.body[s.args[-1]]
         r = self.space.r
-        if s.op != "philox" or self.words is None or r is None or at != Index(self.words + expr(r), at.dtype):
+        if s.op != "philox" or self.words is None or r is None or at != Index(self.words + expr(r), torch.int64):
             return super()._op(i, s)
         seed, stream = (self._typed(a) for a in s.args[:2])
         first = f"{self.address(self.words)} + {self.start}"
