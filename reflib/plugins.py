@@ -150,6 +150,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "strips": "fuse.strips:strips",
         "across": "fuse.unroll:across",
         "halves": "fuse.halves:halves",
+        "row_order": "fuse.row_order:row_order",
         "launches": "fuse.launch_epilogues:launch_epilogues",
         "overlap": "ranks.collectives:overlapped",
         "combine": "fuse.combine:combine",

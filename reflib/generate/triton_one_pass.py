@@ -40,7 +40,7 @@ import torch
 from ..ir.expr import Expr, expr
 from ..ir.loops import Index, Load, Op, Reduce, Scan, Stmt, Store
 from ..ir.transforms import needed
-from .triton_body import FULL, ROW, PartPrinter
+from .triton_body import BLOCK, ROW, PartPrinter
 from .triton_facts import literal, paren
 from .triton_ops import TL, nan_helper, print_op
 from .triton_statements import Value
@@ -127,7 +127,8 @@ class OnePassPrinter(PartPrinter):
     def _declare(self, i: int) -> None:
         s = self._reduction(i)
         if s.kind == "m2":
-            shapes = ("[]" if len(s.args) == 1 else FULL, FULL, FULL)
+            full = self._shape(BLOCK)
+            shapes = ("[]" if len(s.args) == 1 else full, full, full)
             for name, shape in zip(self._lanes(i), shapes, strict=True):
                 self.put(f"{name} = tl.full({shape}, 0.0, {TL[s.dtype]})")
         else:

@@ -1,4 +1,4 @@
-"""fuse.halves, fuse.extremes and unroll.by_result: what rows are made of, written out or found once.
+"""fuse.halves, extremes, row_order and unroll.by_result: what rows are made of, written out, found once, or in order.
 (In Triton's interpreter: test_triton_programs.)"""
 
 import random
@@ -10,6 +10,7 @@ import torch
 from fuse_cases import GPU, fused, kernels
 from torch import Tensor
 
+import reflib
 from reflib.fuse import halves
 from reflib.fuse.mix_order import column_sums
 from reflib.ir.loops import Reduce
@@ -122,3 +123,20 @@ def test_forces_of_all_pairs_are_one_kernel(seed: int) -> None:
     torch.manual_seed(seed)
     (kernel,) = kernels(fused(forces, (torch.randn(n, few), torch.rand(n))))
     assert sum(isinstance(s, Reduce) for s in kernel.body) == few
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_of_patches_are_stored_whole(seed: int) -> None:
+    """They are in the order of the tensor that has them side by side; lanes go along rows for the image."""
+    r = random.Random(seed)
+    c, h, w = r.choice([24, 40, 96]), r.randrange(2, 9), r.choice([64, 72, 96])
+
+    def patches(x: Tensor) -> tuple[Tensor, ...]:
+        y = x.unflatten(2, (h, 2)).unflatten(4, (w, 2)).permute(0, 2, 4, 3, 5, 1).flatten(3)
+        return (torch.layer_norm(y, (4 * c,)),)
+
+    assert len(kernels(fused(patches, (torch.randn(2, c, 2 * h, 2 * w).bfloat16(),)))) == 1
+    x = torch.empty(64, c, 2 * h, 2 * w, dtype=torch.bfloat16)
+    (launch,) = {k.num_warps: k for k in reflib.explain(lambda x: patches(x)[0], x, target="sm_90").kernels}.values()
+    assert "x = pid * XBLOCK + tl.arange(0, XBLOCK)[None, :]" in launch.source
+    assert f" + (r + {4 * c}*x), " in launch.source and "for r0" not in launch.source
