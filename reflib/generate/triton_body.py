@@ -284,9 +284,8 @@ class PartPrinter(StatementPrinter):
         self.put(f"acc{i}{self.tag} = tl.full({self._shape(BLOCK)}, {identity}, {TL[dtype]})")
         if s.kind in ("argmax", "argmin"):
             at = self._position_dtype(s)
-            self.put(
-                f"at{i}{self.tag} = tl.full({self._shape(BLOCK)}, {0 if self._in_order(s) else torch.iinfo(at).max}, {TL[at]})"
-            )
+            last = 0 if self._in_order(s) else torch.iinfo(at).max
+            self.put(f"at{i}{self.tag} = tl.full({self._shape(BLOCK)}, {last}, {TL[at]})")
 
     def _accumulate(self, i: int) -> None:
         s = self._reduction(i)
