@@ -46,7 +46,7 @@ from ..ir.expr import product as points
 from ..ir.instructions import work_of
 from ..ir.loops import Axis, BodyBuilder, Index, Indirect, Load, LoopNest, Op, Reduce, Scan, Stmt, Store, map_stmt
 from ..ir.program import Buffer, Node, Program
-from ..ir.traffic import accesses, cost
+from ..ir.traffic import LANES, WARP, accesses, cheapest_last, cost, neighbours
 from ..ir.transforms import drop_unit_axes, two_passes, varying
 from ..options import Options
 from ..target import Target
@@ -62,6 +62,7 @@ LONGEST = 8  # elements: from a second row of them on, a thread has their regist
 COORDINATES, LONG = 4, 1 << 12  # of a row; rows or elements that are worth it
 MAX_WORK = 96  # loads and operations of one result
 LESS = 0.6  # of the instructions: what is left where a kernel's points are written out by part
+FEWER = 0.8  # of the sectors: what is left where a kernel's points are written out along an axis
 FILLED = 1024  # points per multiprocessor
 FAR = 64  # readers that are looked at
 _OPS = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum", "any": "or", "all": "and", "m2": "",
@@ -230,7 +231,7 @@ def across(fused: Fused, options: Options, target: Target) -> Fused:
             written_out, short = unrolled(n), _few(n) and (_strided(n, buffers) or _shared(n, buffers))
             short = short or len(written_out.loads()) < len(n.loads())  # it reads each of them by itself as well
             n = written_out if short and len(written_out.body) <= MAX_BODY else n
-        return n if n.reduced else _by_part(n, target)
+        return n if n.reduced else _by_part(n, target, buffers)
 
     nodes = tuple(map(new, fused.program.nodes))
     changed = {n.name: n for n, old in zip(nodes, fused.program.nodes) if n is not old}
@@ -238,19 +239,32 @@ def across(fused: Fused, options: Options, target: Target) -> Fused:
     return replace(fused, groups=groups, program=replace(fused.program, nodes=nodes))
 
 
-def _by_part(loops: LoopNest, target: Target) -> LoopNest:
+def _by_part(loops: LoopNest, target: Target, buffers: dict[str, Buffer]) -> LoopNest:
     """``loops``, elementwise over a short axis, written out along it where that takes LESS of the arithmetic: its
     elements are parts made in different ways (a ``stack`` of three colours), of which each is computed for all, and
-    lanes do not go along it. With enough points left for all threads."""
+    lanes do not go along it. Or where what a warp loads for one part has the others in between (``_interleaved``). With
+    enough points left for all threads."""
     for a in loops.axes:
         size, moved = a.size.constant or 0, [s for s in loops.body if isinstance(s, (Load, Store))]
         if not 1 < size <= LONGEST or loops.numel.hint() < size * FILLED * target.units:
             continue
-        if not any(s.index.coefficient(a.var) in (None, -1, 1) for s in moved):
-            out = _along(loops, a)
-            if work_of(out) <= LESS * size * work_of(loops) and len(out.body) <= MAX_BODY:
-                return out
+        steps, out = [s.index.coefficient(a.var) for s in moved], _along(loops, a)
+        if None not in steps and _interleaved(loops, a, buffers) and len(out.body) <= MAX_BODY:
+            return out
+        apart = not any(step in (None, -1, 1) for step in steps)
+        if apart and work_of(out) <= LESS * size * work_of(loops) and len(out.body) <= MAX_BODY:
+            return out
     return loops
+
+
+def _interleaved(loops: LoopNest, a: Axis, buffers: dict[str, Buffer]) -> bool:
+    """Do lanes go along another axis, and lines that they read hold the elements of several places along ``a``?"""
+    moved = accesses(loops.body, buffers)
+    order = cheapest_last(loops.axes, moved)
+    lanes, stored = neighbours(order, WARP), neighbours(order, LANES)
+    if a.var in lanes:
+        return False
+    return cost(moved, lanes | {a.var: a.size.hint()}, stored) < FEWER * cost(moved, lanes, stored)
 
 
 def _strided(loops: LoopNest, buffers: dict[str, Buffer]) -> bool:

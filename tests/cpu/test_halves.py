@@ -1,4 +1,4 @@
-"""fuse.halves, extremes, row_order and unroll.by_result: what rows are made of, written out, found once, or in order.
+"""fuse.halves, extremes, row_order and parts of unroll: what rows are made of, written out, found once, or in order.
 (In Triton's interpreter: test_triton_programs.)"""
 
 import random
@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fuse_cases import GPU, fused, kernels
 from torch import Tensor
 
 import reflib
-from reflib.fuse import halves
+from reflib.fuse import halves, unroll
 from reflib.fuse.mix_order import column_sums
 from reflib.ir.loops import Reduce
 
@@ -140,3 +141,37 @@ def test_rows_of_patches_are_stored_whole(seed: int) -> None:
     (launch,) = {k.num_warps: k for k in reflib.explain(lambda x: patches(x)[0], x, target="sm_90").kernels}.values()
     assert "x = pid * XBLOCK + tl.arange(0, XBLOCK)[None, :]" in launch.source
     assert f" + (r + {4 * c}*x), " in launch.source and "for r0" not in launch.source
+
+
+INDEXED = {
+    "linear": lambda x, i: F.interpolate(x, size=153, mode="linear"),
+    "nearest": lambda x, i: F.interpolate(x, scale_factor=4.7) + 1,
+    "selected": lambda x, i: x[:, :, i] * 2,
+}
+
+
+@pytest.mark.parametrize("channels", [8, 9])
+@pytest.mark.parametrize("name", INDEXED)
+def test_places_are_found_once_for_several_rows(name: str, channels: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(halves, "FILLED", 1)
+    torch.manual_seed(channels)
+    x, i = torch.randn(3, channels, 35), torch.randint(-35, 35, (141,))
+    made = kernels(fused(lambda *t: (INDEXED[name](*t),), (x, i), replace(GPU, units=1)))
+    kernel = max(made, key=lambda k: len(k.body))
+    rows = 4 if channels == 8 else 3
+    assert len(kernel.stores()) == rows and len(kernel.loads()) < rows * 5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_interleaved_channels_are_read_once(seed: int, monkeypatch: Any) -> None:
+    """A line of an image has all of its colours: what stores one after the other reads it for all at once."""
+    monkeypatch.setattr(unroll, "FILLED", 1)
+    r = random.Random(seed)
+    h, w, c = r.randrange(9, 30), r.randrange(133, 170), r.randrange(3, 5)
+    x = torch.randint(0, 256, (3, h, w, c), dtype=torch.uint8)
+
+    def batch(x: Tensor, mean: Tensor) -> tuple[Tensor, ...]:
+        return ((x.permute(0, 3, 1, 2) / 255 - mean[:, None, None]).bfloat16().contiguous(),)
+
+    (kernel,) = kernels(fused(batch, (x, torch.rand(c)), SMALL))
+    assert len(kernel.stores()) == c and kernel.numel.hint() == 3 * h * w
