@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf, isfinite, nan
 
-from ..ir.loops import BodyBuilder, Const, LoopNest, Op, Reduce, Stmt, map_stmt
-from ..ir.transforms import eliminate_dead
+from ..ir.loops import BodyBuilder, Const, LoopNest, Op, Reduce, Stmt, map_stmt, stmt_args
+from ..ir.transforms import eliminate_dead, phases
 from ..options import Options
 from ..target import Target
 from .result import Fused
@@ -55,12 +55,13 @@ def _is_max(s: Stmt) -> bool:
 
 
 def _followed(body: Sequence[Stmt], i: int) -> tuple[int, list[int]] | None:
-    """(another maximum, the statements that lead from its argument to that of maximum ``i``)."""
-    steps: list[int] = []
+    """(another maximum, of an earlier pass; the statements that lead from its argument to that of maximum ``i``). In
+    one pass both cost little, and sums of powers may share it with either."""
+    steps, level = list[int](), phases(body)
     at: int | None = body[i].args[0]  # type: ignore[union-attr]
     while at is not None:
         for top in range(i):
-            if body[top] == Reduce("max", (at,), body[top].dtype):  # type: ignore[union-attr]
+            if _is_max(body[top]) and stmt_args(body[top]) == (at,) and level[top] < level[i]:
                 return top, steps[::-1]
         steps.append(at)
         at = _argument(body, at)

@@ -65,7 +65,7 @@ def _written_out(loops: LoopNest, target: Target, invariant: bool) -> LoopNest:
         rows = loops.numel.hint() * (a.size.hint() if a.kind == "r" else 1)
         if n < 2 or (a.kind == "r" and invariant) or rows < n * FILLED * target.units:
             continue
-        out = by_parts(two_passes(loops), a, n)
+        out = by_parts(two_passes(loops) if a.kind == "r" else loops, a, n)
         if len(out.body) <= MAX_BODY and work_of(out) <= LESS * n * work_of(loops):
             return out
     return loops
@@ -101,7 +101,7 @@ def _parts(loops: LoopNest, a: Axis) -> int:
             if one is None or other is None or not (one - other).has(a.var):
                 continue
             at, step = (other - one).subs({a.var: 0}).constant, (one - other).coefficient(a.var)
-            if at is None or step not in (1, -1):
+            if at is None or step != 1:
                 return 1
             part = gcd(part, at if s.op in ("lt", "ge") else at + 1)
     whole = part % PIECE == 0 and part >= SHORTEST and size // part <= PARTS

@@ -97,8 +97,10 @@ def likely(x: Tensor) -> tuple[Tensor, ...]:
 EXTREMES = {
     "likely": (likely, 1),
     "log": (lambda x: (x.log_softmax(-1) - x.log_softmax(-1).amax(-1, keepdim=True),), 2),
-    "scaled": (lambda x: (x - x.amax(-1, True) + (x * 0.125 + 1).exp().amax(-1, True),), 1),
-    "not increasing": (lambda x: (x - x.amax(-1, True) + (x * -0.125).exp().amax(-1, True),), 2),
+    "scaled": (lambda x: (x - x.amax(-1, True) + ((x - x.amax(-1, True)) * 0.125 + 1).exp().amax(-1, True),), 1),
+    "stored between": (lambda x: (x.softmax(-1), x.softmax(-1).amax(-1)), 1),
+    "in one pass": (lambda x: ((x * 0.5).softmax(-1) + x.softmax(-1),), 2),
+    "not increasing": (lambda x: (x - x.amax(-1, True) + ((x - x.amax(-1, True)) * -0.125).exp().amax(-1, True),), 2),
     "of its square": (lambda x: (x - x.amax(-1, True) + (x * x).amax(-1, True),), 2),
 }
 
