@@ -7,9 +7,11 @@ from pathlib import Path
 import torch
 
 from reflib.generate.triton_half import HELPERS
+from reflib.generate.triton_ops import Needs, print_op
 from reflib.lab.triton_child import complete_the_interpreter
 
-NAMES = "divide", "divide_row", "root", "inverse_root", "logistic"
+NAMES = "divide", "divide_row", "divide_row_half", "root", "logistic"
+INVERSE_ROOT = print_op(Needs(), "rsqrt", torch.float32, torch.float32, ["x"], True)
 TEXT = """import triton
 import triton.language as tl
 from triton.language.extra import libdevice
@@ -17,21 +19,22 @@ from triton.language.extra import libdevice
 {helpers}
 
 @triton.jit
-def every(x_ptr, y_ptr, q_ptr, r_ptr, s_ptr, i_ptr, l_ptr, N: tl.constexpr):
+def every(x_ptr, y_ptr, q_ptr, r_ptr, s_ptr, i_ptr, l_ptr, h_ptr, N: tl.constexpr):
     at = tl.arange(0, N)
     x, y = tl.load(x_ptr + at), tl.load(y_ptr + at)
     tl.store(q_ptr + at, divide(x, y))
     tl.store(r_ptr + at, divide_row(x, y))
     tl.store(s_ptr + at, root(x))
-    tl.store(i_ptr + at, inverse_root(x))
+    tl.store(i_ptr + at, {inverse_root})
     tl.store(l_ptr + at, logistic(x))
+    tl.store(h_ptr + at, divide_row_half(x, y))
 """
 
 
 def main() -> str:
     complete_the_interpreter()
     folder = Path(tempfile.mkdtemp())
-    text = TEXT.format(helpers="\n".join("@triton.jit" + HELPERS[n] for n in NAMES))
+    text = TEXT.format(helpers="\n".join("@triton.jit" + HELPERS[n] for n in NAMES), inverse_root=INVERSE_ROOT)
     (folder / "every.py").write_text(text, encoding="utf-8")
     spec = importlib.util.spec_from_file_location("every", folder / "every.py")
     assert spec is not None and spec.loader is not None
@@ -42,9 +45,10 @@ def main() -> str:
     sized = torch.randn(2, n, generator=gen) * torch.exp2(torch.randint(-60, 60, (2, n), generator=gen).float())
     x, y = sized.clone()
     x[:100], y[:100] = hard.repeat(10), hard.repeat_interleave(10)
-    q, r, s, i, e = (torch.empty(n) for _ in NAMES)
-    module.every[(1,)](x, y, q, r, s, i, e, N=n)
-    for got, want in ((q, x / y), (r, x / y), (s, x.double().sqrt().float()), (i, x.double().rsqrt().float())):
+    q, r, s, i, e, h = (torch.empty(n) for _ in range(6))
+    module.every[(1,)](x, y, q, r, s, i, e, h, N=n)
+    roots = (s, x.double().sqrt().float()), (i, x.double().rsqrt().float())
+    for got, want in ((q, x / y), (r, x / y), (h, x / y), *roots):
         torch.testing.assert_close(got, want, rtol=2.5e-7, atol=1e-44, equal_nan=True)
         assert torch.equal(got.isnan(), want.isnan())
     for got in (q, r):

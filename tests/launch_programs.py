@@ -45,6 +45,16 @@ def layer_norm_backward(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return inner * rstd, (g * xhat).sum(0), g.sum(0)
 
 
+def patches(x: Tensor, g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Rows of 2 x 2 pixels of all channels, normalized; their gradient, put back, and that of a weight."""
+    n, c, h, v = x.shape
+    y = x.view(n, c, h // 2, 2, v // 2, 2).permute(0, 2, 4, 3, 5, 1).reshape(-1, 4 * c)
+    rstd = torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)
+    inner = (g * w - y * ((g * w * y).mean(-1, keepdim=True) * rstd)) * rstd
+    back = inner.view(n, h // 2, v // 2, 2, 2, c).permute(0, 5, 1, 3, 2, 4).reshape(x.shape)
+    return y * rstd, back, (g * y * rstd).sum(0)
+
+
 def functions() -> dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]]:
     rng = random.Random(7)
 
@@ -58,6 +68,7 @@ def functions() -> dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]]:
         "columns": (lambda x: ((x * x).sum(0), x.amax(0)), (torch.randn(of(40, 400), columns),)),
         "flat": (lambda x, y: (torch.relu(x + y), x * y), (torch.randn(odd, 333), torch.randn(odd, 333))),
         "transposed": (lambda x, y: (x.t() + y,), (torch.randn(columns, odd), torch.randn(odd, columns))),
+        "patches": (patches, tuple(torch.randn(s) for s in ((1, 24, 16, 128), (512, 96), (96,)))),
         "scan": (lambda x: (x.cumsum(-1),), (torch.randn(of(4, 9), of(90, 200)),)),
         "in place": (lambda x, y: (y[2:].copy_(x[2:] * 2), x.sum(-1))[1:], (torch.randn(50, 60), torch.randn(50, 60))),
         "rows and columns": (

@@ -72,7 +72,13 @@ def _bed(dtype: torch.dtype, x: torch.Tensor, across: bool, dynamic: bool) -> tu
 
 
 def variance_case(
-    rows: Rows, dtype: torch.dtype, n: int, across: bool, config: Config, dynamic: bool, masked: bool = False,
+    rows: Rows,
+    dtype: torch.dtype,
+    n: int,
+    across: bool,
+    config: Config,
+    dynamic: bool,
+    masked: bool = False,
     summed: bool = False,
 ) -> Case:
     """``out``: m2 of each row; ``masked``: of its first half, the others have weight 0; ``summed``: also its sum."""
@@ -156,13 +162,13 @@ def _with_nan(n: int, g: torch.Generator) -> torch.Tensor:
 
 
 SOFTMAX_ROWS = {"hostile": _hostile_rows, "nan": _with_nan, "normal": normal}
-SUMS = ("plain", "guarded", "weighted", "masked", "two", "kept")
+SUMS = ("plain", "guarded", "weighted", "masked", "two", "kept", "noisy")
 
 
 def sum_case(kind: str, rows: Rows, dtype: torch.dtype, n: int, across: bool, config: Config, dynamic: bool) -> Case:
     """``out`` = sum of exp(x - max x); ``guarded``: an infinite maximum counts as 0; ``weighted``: times x^2;
     ``masked``: of the even columns; ``two``: also the weighted sum, less the minimum of max and 3; ``kept``: also a sum
-    that does need the maximum first."""
+    that does need the maximum first; ``noisy``: times random words, whose sum and whose greatest are results too."""
     loops, b, v, case = _bed(dtype, rows(n, torch.Generator().manual_seed(n)), across, dynamic)
     i, j = loops.axes
     t = value_dtype(dtype)
@@ -174,7 +180,15 @@ def sum_case(kind: str, rows: Rows, dtype: torch.dtype, n: int, across: bool, co
     if kind == "masked":
         even = b.op("eq", b.index(expr(j.var) % 2), b.const(0, torch.int64))
         e = b.op("where", even, e, b.const(0, t))
+    if kind == "noisy":
+        at = b.index(expr(i.var) * j.size + expr(j.var))
+        word = b.op("philox", b.const(2**40 + 7, torch.int64), b.const(3, torch.int64), at, dtype=torch.int32)
+        noise = b.cast(b.op("and", word, b.const(63, torch.int32)), t)
+        e = b.op("mul", e, noise)
     outs = [b.reduce("sum", e, dtype=t)]
+    if kind == "noisy":
+        first = b.reduce("argmax", noise, b.index(expr(j.var)), dtype=torch.int64)
+        outs += [b.reduce("sum", noise, dtype=t), b.cast(first, t)]
     if kind == "two":
         lower = b.op("minimum", top, b.const(3, t))
         outs.append(b.reduce("sum", b.op("exp", b.op("sub", v, lower)), dtype=t))

@@ -107,6 +107,7 @@ def op_cases() -> dict[str, Callable[[], Case]]:
 
 # -- reductions -------------------------------------------------------------------------------------
 PERSISTENT = Config("persistent", xblock=4, rblock=128, num_warps=4)
+TURNED = replace(PERSISTENT, extras=(("across", "persistent"),))
 LOOPED = Config("looped", xblock=2, rblock=16, num_warps=1)
 
 
@@ -123,8 +124,10 @@ def reduce_cases() -> dict[str, Callable[[], Case]]:
     }  # fmt: skip
     out: dict[str, Callable[[], Case]] = {}
     for kind, dtypes in kinds.items():
-        for dtype, across, config in itertools.product(dtypes, (False, True), (PERSISTENT, LOOPED)):
-            name = f"{kind}_{short(dtype)}_{'across' if across else 'along'}_{config.reduction}"
+        configs = (PERSISTENT, LOOPED) if kind.startswith("arg") else (PERSISTENT, LOOPED, TURNED)
+        for dtype, across, config in itertools.product(dtypes, (False, True), configs):
+            turned = "_turned" if config is TURNED else ""
+            name = f"{kind}_{short(dtype)}_{'across' if across else 'along'}_{config.reduction}{turned}"
             out[name] = lambda kind=kind, dtype=dtype, across=across, config=config: reduce_case(
                 kind, dtype, across, config
             )
@@ -193,9 +196,7 @@ def norm(
     return Case((LoopNest(kind, (i, j), tuple(b.body), (origin,)),), tensors, sizes, config, shapes)
 
 
-def gather(
-    index: torch.Tensor, rows: int = 10, cols: int = 24, checked: bool | str = True, **more: object
-) -> Case:
+def gather(index: torch.Tensor, rows: int = 10, cols: int = 24, checked: bool | str = True, **more: object) -> Case:
     """Rows of a table by an index tensor, negative indices wrapped; with one of two dimensions, element by element."""
     n = len(index)
     i, j = axis("i", n), axis("j", cols)

@@ -317,6 +317,27 @@ ONE_PASS: Programs = {
     "logsumexp": (lambda x: torch.logsumexp(x, -1), lambda: (_about_three(5, 333),), SHORT),
     "cross entropy": (_cross_entropy, lambda: (_about_three(6, 517),), SHORT),
 }  # fmt: skip
+
+
+def _rotated_heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A norm, then a rotary embedding."""
+    y = F.rms_norm(x, (x.shape[-1],), w, 1e-6)
+    a, b = y.chunk(2, -1)
+    return y * cos + torch.cat([-b, a], -1) * sin
+
+
+def _likely(x: torch.Tensor) -> torch.Tensor:
+    """The words that are not much less likely than the likeliest."""
+    p = x.softmax(-1)
+    p = torch.where(p >= 0.05 * p.amax(-1, keepdim=True), p, 0)
+    return p / p.sum(-1, keepdim=True)
+
+
+def _forces(x: torch.Tensor) -> torch.Tensor:
+    d, mass = x[None] - x[:, None], x[:, 0].abs()
+    return (d * (mass * (d.square().sum(-1) + 0.01) ** -1.5)[..., None]).sum(1)
+
+
 PROGRAMS: Programs = {
     "siblings": (
         lambda x: (x + 1, x.sum(), x.sum(0), x.sum(-1), torch.cat([x, x]), x.t() * 2, (x > 0).any(), x.prod(0)),
@@ -376,6 +397,12 @@ PROGRAMS: Programs = {
     "scans": (_scans, lambda: (randn(3, 7), _ties(3, 7)), {}),
     "looped scans": (_scans, lambda: (randn(2, 37), _ties(2, 37)), SHORT),
     "log sums": (_log_sums, lambda: (randn(2, 1100),), {}),
+    "rotated heads": (
+        _rotated_heads,
+        lambda: tuple(t.requires_grad_() for t in (randn(9, 41, 32), randn(41, 32), randn(41, 32), randn(32))), {},
+    ),
+    "likely words": (_likely, lambda: (randn(3, 700) * 3,), SHORT),
+    "forces": (_forces, lambda: (randn(70, 3),), {}),
     "coordinates": (_rotated, lambda: (randn(1370, 4, requires_grad=True), randn(1370, 3, requires_grad=True)), {}),
     "normals": (_normals, lambda: (randn(300, 3), torch.randint(0, 300, (1400, 3))), {}),
     "channels": (_channels, lambda: (randn(3, 7, 10), randn(3, 3, 2), randn(3)), {}),

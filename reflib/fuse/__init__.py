@@ -20,6 +20,8 @@ Passes that plug in before it (``driver.BEFORE``), as a rule (``legality.RULES``
 * ``split``, ``split_online`` (softmax): a reduction in two, so the whole machine has work.
 * ``inline_loads``: a cheap producer that is read at other elements than it writes (cat, pad, slices, broadcasts) is
   computed again where it is read (``producers``). ``unroll``: sums of few elements; ``reversal``: scans read backwards.
+  ``halves``: rows of parts that mix (rotary embeddings), part by part; ``extremes``: maxima that follow from another;
+  ``row_order``: rows that one tensor has across, in the order of the others.
 * ``picks``: one element of a row that a scan or a sort makes is found by a reduction over the row, which then fuses.
 * ``casts``: a cast behind a matmul is left to its readers.
 * ``templates``, ``launch_epilogues``: what joins a matmul, a user's kernel; ``scatters``: those of ours.

@@ -26,7 +26,7 @@ from .triton_statements import ORDER, StatementPrinter
 # How a scan is printed, (PartPrinter, position) -> None: "declare" before a loop, "scan" inside it, or where the row is
 # in one block. None: programs with scans cannot be printed (no rule of the core makes one).
 SCANS = Seam("generate.SCANS")
-FULL = "[XBLOCK, RBLOCK]"
+BLOCK = frozenset("xr")  # the dimensions of a row's elements
 ROW = frozenset("x")  # the dimensions of a reduction's result
 
 
@@ -239,11 +239,11 @@ class PartPrinter(StatementPrinter):
         """A reduction's argument as a full block of ``dtype``."""
         v = self.values[i]
         if isinstance(self.space.body[i], Const):
-            return f"tl.full({FULL}, {v.text}, {TL[dtype]})"
+            return f"tl.full({self._shape(BLOCK)}, {v.text}, {TL[dtype]})"
         text = print_cast(v.text, self.dtype(i), dtype)
         text = f"({text})" if " " in text else text
         whole = v.dims == {"x", "r"} or (v.dims == {"r"} and self.block["x"] == 1)
-        return text if whole else f"tl.broadcast_to({text}, {FULL})"
+        return text if whole else f"tl.broadcast_to({text}, {self._shape(BLOCK)})"
 
     def _accumulator(self, s: Reduce) -> tuple[torch.dtype, str, str]:
         """(dtype, identity, helper that combines two) of a reduction other than arg*; bools count as int32."""
@@ -281,10 +281,11 @@ class PartPrinter(StatementPrinter):
     def _declare(self, i: int) -> None:
         s = self._reduction(i)
         dtype, identity, _ = self._accumulator(s)
-        self.put(f"acc{i}{self.tag} = tl.full({FULL}, {identity}, {TL[dtype]})")
+        self.put(f"acc{i}{self.tag} = tl.full({self._shape(BLOCK)}, {identity}, {TL[dtype]})")
         if s.kind in ("argmax", "argmin"):
             at = self._position_dtype(s)
-            self.put(f"at{i}{self.tag} = tl.full({FULL}, {0 if self._in_order(s) else torch.iinfo(at).max}, {TL[at]})")
+            last = 0 if self._in_order(s) else torch.iinfo(at).max
+            self.put(f"at{i}{self.tag} = tl.full({self._shape(BLOCK)}, {last}, {TL[at]})")
 
     def _accumulate(self, i: int) -> None:
         s = self._reduction(i)
@@ -322,9 +323,9 @@ class PartPrinter(StatementPrinter):
 
     def _combine(self, i: int, value: str, dtype: torch.dtype, helper: str) -> None:
         if helper == "sum_of" and dtype.itemsize >= 4:
-            text = f"tl.sum({value}, axis=1, keep_dims=True)"
+            text = f"tl.sum({value}, axis={self.order.index('r')}, keep_dims=True)"
         else:
-            text = f"tl.reduce({value}, 1, {self.needs.helper(helper)}, keep_dims=True)"
+            text = f"tl.reduce({value}, {self.order.index('r')}, {self.needs.helper(helper)}, keep_dims=True)"
         self._bind(i, f"{text} != 0" if self.dtype(i) == torch.bool else text, ROW)
 
     def _first(self, i: int, value: str, index: str) -> None:

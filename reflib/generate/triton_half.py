@@ -22,10 +22,11 @@ are made, but the elements of a thread are computed one after another because of
 price, 10 divisions: 123 us where TorchInductor, with its approximate ones, takes 44). Those here correct the hardware's
 approximation by what it leaves, as the hardware's own fast path does, and keep the approximation where that is NaN.
 
-A third, in rows of which bytes are stored or that are divided twice: where a whole row has one divisor, its reciprocal
-is computed per row, and each quotient corrected by what it leaves is the exact one (P. Markstein, IBM J. Res. Dev. 34,
-1990): 6 instructions without a branch, none of them one of the hardware's approximations, of which a multiprocessor
-starts 16 per cycle, and a cast to int8 is another (rows quantized to int8 took 52 us on an H200, TorchInductor 39).
+A third, in rows of which bytes are stored or that are divided twice (by several statements, or in several passes over
+the row): where a whole row has one divisor, its reciprocal is computed per row, and each quotient corrected by what it
+leaves is the exact one (P. Markstein, IBM J. Res. Dev. 34, 1990): 6 instructions without a branch, none of them one of
+the hardware's approximations, of which a multiprocessor starts 16 per cycle, and a cast to int8 is another (rows
+quantized to int8 took 52 us on an H200, TorchInductor 39). Stored in half precision, the quotient is not corrected.
 """
 
 import math
@@ -35,11 +36,11 @@ import torch
 
 from ..ir.loops import Const, Indirect, Op, Reduce, Stmt, Store, stmt_args
 from ..ir.program import Config
-from ..ir.transforms import varying
+from ..ir.transforms import needed, phases, varying
 from ..schedule.axes import Space
 from .triton_facts import Form
 
-_STRAIGHT = {"div": "divide", "sqrt": "root", "rsqrt": "inverse_root", "sigmoid": "logistic"}
+_STRAIGHT = {"div": "divide", "sqrt": "root", "sigmoid": "logistic"}
 SEVERAL = 3  # exact divisions and roots of an element
 MANY = 4  # elements of a row that a thread has
 
@@ -52,8 +53,8 @@ def cheap_forms(space: Space, exact: set[int], config: Config) -> tuple[dict[int
     stores = {i for i, s in enumerate(space.body) if isinstance(s, Store)}
     rows = {i: f for i in exact if share >= MANY and (f := finder.by_row(i, each)) is not None}
     narrow = any(s.dtype.itemsize == 1 for s in space.body if isinstance(s, Op) and s.dtype != torch.bool)
-    if len(rows) < 2 and not narrow:  # float32 takes memory as long as one division
-        rows = {}
+    if sum(_passes(space, config, each, i) for i in rows) < 2 and not narrow:
+        rows = {}  # float32 takes memory as long as one division
     if not exact.isdisjoint(stores):  # a kernel for eager's bits: all are exact
         slow, rows = {}, {}
     elif len(slow) < SEVERAL:
@@ -61,7 +62,8 @@ def cheap_forms(space: Space, exact: set[int], config: Config) -> tuple[dict[int
     summed = _summed(space.body, exact)
     for i, s in enumerate(space.body):
         rough = i not in exact and not (i in summed and getattr(s, "op", "") == "pow")
-        if (f := finder.halved(i) or rows.get(i) or slow.get(i) or (finder.form(i) if rough else None)) is not None:
+        cheap = finder.form(i) or (finder.by_row(i, each, "_half") if share >= MANY else None) if rough else None
+        if (f := finder.halved(i) or rows.get(i) or slow.get(i) or cheap) is not None:
             forms[i] = f
     live: set[int] = set()
     # An index into what holds one number everywhere is in no address; it may still have to be checked.
@@ -79,6 +81,14 @@ def _share(space: Space, config: Config) -> int:
     """Elements of a row that a thread has: of several rows per program, what it reads at once."""
     share = config.rblock // (32 * config.num_warps)
     return share if space.r is None or config.xblock == 1 else max(share, math.gcd(space.r.size.constant or 1, MANY))
+
+
+def _passes(space: Space, config: Config, each: Sequence[bool], i: int) -> int:
+    """In how many passes over the row is statement ``i`` computed?"""
+    body, level = space.body, phases(space.body)
+    results = [k for k, s in enumerate(body) if isinstance(s, Reduce) or (isinstance(s, Store) and each[k])]
+    made = [needed(body, (k for k in results if level[k] == p), each.__getitem__) for p in {level[k] for k in results}]
+    return sum(i in ids for ids in made) if config.reduction == "looped" else 1
 
 
 def _summed(body: Sequence[Stmt], exact: set[int]) -> set[int]:
@@ -133,15 +143,15 @@ class _Finder:
             return None
         return Form(f"{helper}({', '.join('{%d}' % n for n in range(len(s.args)))})", s.args, helper)  # type: ignore
 
-    def by_row(self, i: int, each: Sequence[bool]) -> Form | None:
-        """A division of a row's elements by one number."""
+    def by_row(self, i: int, each: Sequence[bool], kind: str = "") -> Form | None:
+        """A division of a row's elements by one number, exact or (``_half``) nearly."""
         s = self.body[i]
         if not self._is(i, "div") or s.dtype != torch.float32:  # type: ignore[union-attr]
             return None
         a, b = s.args  # type: ignore[union-attr]
         if not each[a] or each[b] or isinstance(self.body[b], Const):
             return None
-        return Form("divide_row({0}, {1})", (a, b), "divide_row")
+        return Form(f"divide_row{kind}({{0}}, {{1}})", (a, b), f"divide_row{kind}")
 
     # -- patterns -------------------------------------------------------------------------------
     def _gelu(self, half: int, sum_: int) -> Form | None:
@@ -250,6 +260,12 @@ def divide_row(a, b):
     p = tl.fma(tl.fma(q, b, a * -1.0), inverse * -1.0, q)
     return tl.where(p == p, p, q) * scale
 ''',
+    "divide_row_half": '''
+def divide_row_half(a, b):
+    """a / b, good to 2 units in the last place; b: one per row."""
+    scale = tl.where(tl.abs(b) > 1e30, 5.421010862427522e-20, tl.where(tl.abs(b) < 1e-30, 18446744073709551616.0, 1.0))
+    return a * (1.0 / (b * scale)) * scale
+''',
     "logistic": '''
 def logistic(x):
     """1 / (1 + exp(-x)), its division rounded once (but for one in a million)."""
@@ -273,13 +289,6 @@ def root(x):
     p = tl.fma(tl.fma(0.0 - q, q, z), 0.5 * tl.rsqrt(z), q)
     p = tl.where(tl.abs(p) < float("inf"), p, q)
     return tl.where(small, p * 2.3283064365386963e-10, p)
-''',
-    "inverse_root": '''
-def inverse_root(x):
-    """1 / sqrt(x), good to 2 units in the last place, as eager's."""
-    small = x < 1e-30
-    p = tl.rsqrt(tl.where(small, x * 18446744073709551616.0, x))
-    return tl.where(small, p * 4294967296.0, p)
 ''',
     "normal_cdf_half": '''
 def normal_cdf_half(x):

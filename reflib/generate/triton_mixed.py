@@ -25,7 +25,7 @@ import torch
 
 from ..ir.expr import Expr, Ref, Var, expr, product
 from ..ir.loops import Load, Store, stmt_args, stmt_exprs
-from .triton_body import FULL, PartPrinter
+from .triton_body import BLOCK, PartPrinter
 from .triton_statements import Dims
 
 
@@ -47,7 +47,7 @@ class MixedPrinter(PartPrinter):
                 self.statement(i)
         self.ahead = [i for i, s in enumerate(body) if isinstance(s, Load) and each[i] and self._may_be_ahead(i, s)]
         for total in self._sums():
-            self.put(f"{self._sum(total)} = tl.full({FULL}, 0, tl.float32)")
+            self.put(f"{self._sum(total)} = tl.full({self._shape(BLOCK)}, 0, tl.float32)")
         self.put(f"x = pid * XBLOCK + {self.arange('x')}")
         self._fetch(expr(0))
         self.put(f"for x0 in range(pid * XBLOCK, {rows}, {self.step}):")
@@ -119,6 +119,6 @@ class MixedPrinter(PartPrinter):
         columns = product(self.buffers[s.buffer].shape[1:])
         row = expr(Var("pid", self.programs())) * columns
         text, masks, _ = self._access(s.index + row, ())
-        total = name if one else f"tl.sum({name}, axis=0, keep_dims=True)"
+        total = name if one else f"tl.sum({name}, axis={self.order.index('x')}, keep_dims=True)"
         mask = f", mask={' & '.join(masks)}" if masks else ""
         self.put(f"tl.store({self.pointer(s.buffer)} + ({text}), {total}{mask})")

@@ -54,7 +54,7 @@ class StatementPrinter:
         self.values: dict[int, Value] = {}
         self.symbols: set[Sym] = set()
         self.pointers: dict[str, None] = {}
-        self.order = ORDER[space.mode]
+        self.order = ORDER[space.mode][:: -1 if dict(config.extras).get("across") == config.reduction else 1]
         every = {i for i, s in enumerate(space.body) if getattr(s, "op", "") != "rsqrt"}  # tl.rsqrt is eager's there
         self.exact = every if "exact" in dict(config.extras) else exact_values(space, buffers)
         self.forms, self.unread = CHEAP["forms"](space, self.exact, config) if "forms" in CHEAP else ({}, set())

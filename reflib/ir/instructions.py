@@ -16,7 +16,7 @@ LOAD, LOAD_VECTOR, POSITION = 8, 2, 4  # of what L2 or L1 has; of the same few e
 
 # Instructions per element in float32, of sm_90's machine code with 8 elements per thread less that with 4.
 INSTRUCTIONS = {
-    "div": 12, "sqrt": 12, "rsqrt": 26, "exp": 8, "exp2": 6, "expm1": 24, "log": 24, "log2": 26, "log10": 24,
+    "div": 12, "sqrt": 12, "rsqrt": 6, "exp": 8, "exp2": 6, "expm1": 24, "log": 24, "log2": 26, "log10": 24,
     "log1p": 28,
     "sin": 80, "cos": 82, "tan": 76, "asin": 16, "acos": 16, "atan": 48, "atan2": 54, "hypot": 40,
     "sinh": 32, "cosh": 18, "tanh": 20, "asinh": 58, "acosh": 66, "atanh": 40, "sigmoid": 22, "pow": 102,

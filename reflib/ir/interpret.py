@@ -210,6 +210,8 @@ def run_loops(loops: LoopNest, memory: dict[str, torch.Tensor], sizes: Env, acc:
         env[axis.var.name] = torch.arange(extents[d], device=device).reshape(shape)
     rdims = [d for d, a in enumerate(loops.axes) if a.kind == "r"]
     values: list[Any] = []
+    for buffer in {s.buffer for s in loops.stores() if s.reduce == "sum"}:  # column sums: all in the first row
+        memory[buffer].zero_()
     for i, s in enumerate(loops.body):
         value = acc if isinstance(s, Acc) else _run_stmt(s, values, memory, env, (extents, rdims, device))
         if isinstance(s, Indirect):
@@ -274,8 +276,7 @@ def _load(s: Load, values: list[Any], storage: torch.Tensor, index: torch.Tensor
 def _store(s: Store, value: torch.Tensor, storage: torch.Tensor, index: torch.Tensor) -> None:
     _check_bounds(index, storage, s)
     shape = torch.broadcast_shapes(value.shape, index.shape)
-    if s.reduce:  # column sums: all in the first row
-        storage = storage if s.reduce == "atomic" else storage.zero_()
+    if s.reduce:
         storage.index_add_(0, index.reshape(-1), value.reshape(-1).to(storage.dtype))
         return
     storage[index.expand(shape)] = value.expand(shape).to(storage.dtype)

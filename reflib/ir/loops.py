@@ -32,7 +32,7 @@ A ``scan`` has a value at each point of a single r axis: what a ``reduce`` of th
   0 <= value < size is known. (%j may be an int32.) ``checked`` may be the text of an assertion, which a GPU makes then.
 * ``store b[e] += %j``: per index e the sum of %j over all points with that index, parallel ones included. ``b`` has
   more rows than one, and e counts from the start of each: the sum of column e is divided among the rows as the
-  generator likes (one row per program), so only the sum of all rows has a meaning. No other statement touches ``b``.
+  generator likes (one row per program), so only the sum of all rows has a meaning. Nothing else touches these columns.
 * ``store b[e] atomic += %j``: at every point of the axes, parallel all, %j is added to element e, in any order. An
   earlier node has filled ``b``; no other statement of this loop nest touches it. (GPU only.)
 * A fused kernel is again a LoopNest: bodies joined, loads of what was just stored replaced by the value. So one
@@ -262,7 +262,9 @@ class BodyBuilder:
         self._seen: dict[Stmt, int] = {}
 
     def add(self, s: Stmt) -> int:
-        """Append ``s`` (or find its equal) and return its position."""
+        """Append ``s`` (or find its equal) and return its position; what is rounded already is not rounded again."""
+        if isinstance(s, Op) and s.op in ("to_f16", "to_bf16") and getattr(self.body[s.args[0]], "op", "") == s.op:
+            return s.args[0]
         found = self._seen.get(s)
         if found is not None:
             return found

@@ -347,10 +347,19 @@ class _Inside:
         ends, columns = self.ends(s.index), product(buffer.shape[1:])
         if ends is not None:
             self.fail_if(nonneg(ends[1] - columns), i, f"the column goes up to {ends[1]} in rows of {columns}")
-        self.fail_if(len(self.touching(s.buffer)) > 1, i, "another statement touches the sums")
+        others = [o for o in self.touching(s.buffer) if o is not s]
+        apart = all(isinstance(o, Store) and o.reduce == "sum" and _apart(ends, self.ends(o.index)) for o in others)
+        self.fail_if(not apart, i, "another statement touches the sums")
 
     def touching(self, buffer: str) -> list[Load | Store]:
         return [o for o in self.loops.body if isinstance(o, (Load, Store)) and o.buffer == buffer]
+
+
+def _apart(one: tuple[Expr, Expr] | None, other: tuple[Expr, Expr] | None) -> bool:
+    """Are two ranges of places known to have none in common?"""
+    if one is None or other is None:
+        return False
+    return nonneg(one[0] - other[1] - 1) or nonneg(other[0] - one[1] - 1)
 
 
 def linear_ends(e: Expr) -> tuple[Expr, Expr] | None:

@@ -16,6 +16,7 @@ from ..ir.program import Assume, Config
 from ..options import Options
 from ..target import Target
 from .heuristics import Traffic
+from .uneven import turned
 
 
 def mixed(
@@ -39,4 +40,5 @@ def mixed(
     two = two and xblock * rblock * each <= REGISTERS * THREADS / 2
     warps = 16 if xblock == 1 and rblock >= HELD and not two else 8
     extras = (("registers", 2**15),) if two and target.kind == "cuda" else ()  # of its threads, at most
-    return Config("mixed", xblock, rblock, max(1, min(warps, xblock * rblock // (4 * target.warp))), extras=extras), ()
+    warps = max(1, min(warps, xblock * rblock // (4 * target.warp)))
+    return turned(Config("mixed", xblock, rblock, warps, extras=extras), t, target), ()
