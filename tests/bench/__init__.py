@@ -6,6 +6,7 @@ child.py     what runs in a process of its own; children.py starts it and reads 
 host.py      what a call costs on the host; building the wrapper
 package.py   packages: building, loading, calling, size
 quiet.py     whether another process uses the device meanwhile
+refilling.py notebook cells that show recorded rows, executed again without a GPU
 matmul*.py   the matmul sets: TorchInductor's tuning in children first, then timing alone
 report.py    rows to tables, rows to promises kept or not
 

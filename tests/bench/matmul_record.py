@@ -5,7 +5,7 @@
 The recording is made of these files alone. All of a case comes from one run: the last that had the peer in it, else
 the last. Nothing is left out for what it says: a failure is a row with a status, a disturbed case says so in its notes.
 A row's name is the set, its case the contender, its note what that one chose; ``at`` is the product. How many cases a
-set has, measured or not, is a row too. Then the cells that show such rows are filled again (reflib/lab/refilling.py).
+set has, measured or not, is a row too. Then the cells that show such rows are filled again (refilling.py).
 """
 
 import json
@@ -13,11 +13,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from reflib.lab import recording, refilling
+from reflib.lab import recording
 from reflib.lab.ranking import ALL_CASES, DISTURBED
 from reflib.lab.rows import Row as LabRow
 
-from . import matmul_cases
+from . import matmul_cases, refilling
 from .contenders import EAGER, PEER_MAX, TUNED, US
 from .report import pivot
 

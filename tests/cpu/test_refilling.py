@@ -8,8 +8,9 @@ from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from reflib.errors import LabError
 from reflib.lab import notebook as nb
-from reflib.lab import recording, refilling, runner
+from reflib.lab import recording, runner
 from reflib.lab.rows import Row
+from tests.bench import refilling
 
 PARAMETERS = 'device: str = "auto"  # where to run (auto | cpu | cuda)'
 SETUP = "from reflib import lab\nhere = lab.setup(globals())"
