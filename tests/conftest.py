@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import kernels
 from tests.overheads import without_overheads
 
 # Examples are derived from the test alone: a failure on CI is the same failure here.
@@ -67,6 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # each process with TorchInductor would compile programs and start Pythons to see which vectors this CPU has
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
         fork_kernels()
+        if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+            kernels.fork_tests()
     if CACHE not in os.environ:
         config.stash[made] = tempfile.TemporaryDirectory(prefix="reflib-tests-")
         os.environ[CACHE] = config.stash[made].name
@@ -77,12 +80,11 @@ def fork_kernels() -> None:
     with contextlib.suppress(ImportError):
         from jupyter_client.provisioning import local_provisioner
 
-        from tests import kernels
-
         local_provisioner.launch_kernel = kernels.launch
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    kernels.end_server()
     folder = config.stash.get(made, None)
     if folder is not None:
         os.environ.pop(CACHE, None)
@@ -208,10 +210,8 @@ def forked_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """The tuner's, but for tests of how they are started."""
     pool, own = sys.modules.get("reflib.autotune.pool"), request.path.name.startswith("test_pool")
     if pool and not own and request.config.getoption("--quick"):
-        from tests.kernels import fork_workers
-
         monkeypatch.setattr(pool, "subprocess", pool.subprocess)
-        fork_workers()
+        kernels.fork_workers()
 
 
 @pytest.fixture
@@ -294,9 +294,8 @@ def four() -> Iterator[Any]:
 def _ranks(size: int) -> Iterator[Any]:
     """Each is a fork, of a process that has imported what it needs."""
     from reflib.lab import rank_group
-    from tests.kernels import fork_server
 
-    context = SimpleNamespace(get_context=lambda way: fork_server())
+    context = SimpleNamespace(get_context=lambda way: kernels.fork_server())
     with pytest.MonkeyPatch.context() as m, contextlib.closing(rank_group.ranks(size)) as found:
         m.setattr(rank_group, "multiprocessing", context)
         yield found
