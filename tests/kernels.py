@@ -155,7 +155,7 @@ def run_tests(into: int, out: int, env: dict[str, str], folder: str) -> None:
         sys.modules["matplotlib"].use("agg")  # notebooks draw in another way
     os.dup2(into, 0)
     os.dup2(out, 1)
-    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     exec(eval(sys.stdin.readline()), {})
 
 
