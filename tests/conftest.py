@@ -150,6 +150,9 @@ LONGEST = (
 )  # fmt: skip
 
 
+SEEDS = 4  # (of so many variants that differ in a seed alone, one is in a quick run)
+
+
 def place(item: pytest.Item) -> int:
     name = item.nodeid.partition("::")[0].rpartition("/")[2]
     return LONGEST.index(name) if name in LONGEST else len(LONGEST)
@@ -157,7 +160,7 @@ def place(item: pytest.Item) -> int:
 
 def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
     """What ``--quick`` leaves out, chapters' cells tagged ``slow`` too. Which variants of a test it keeps is drawn by a
-    hash of their names."""
+    hash of their names; of those that only draw other numbers (``seed``) and have no mark, one in SEEDS."""
     slow, variants = [], defaultdict(list)
     for item in items:
         cell = getattr(item, "cell", None)
@@ -165,6 +168,9 @@ def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
             slow.append(item)
         elif mark := item.get_closest_marker("sample"):
             variants[item.nodeid.partition("[")[0], mark.args[0]].append(item)
+        elif "seed" in (given := dict(getattr(getattr(item, "callspec", None), "params", {}))):
+            del given["seed"]
+            variants[f"{item.nodeid.partition('[')[0]} {given}", SEEDS].append(item)
     for (_, n), group in variants.items():
         group.sort(key=lambda item: zlib.crc32(item.name.encode()))
         slow += group[-(-len(group) // n) :]

@@ -112,23 +112,9 @@ def test_sizes_that_are_symbols() -> None:
         check(fn, compiled, C, V, p)
 
 
-def returned_part(c: Any, v: Any, i: Any) -> Any:
-    """The result would be a part of the argument."""
-    r = c[1].index_copy(1, i, v)
-    c[1] = r
-    return r
-
-
 def before_and_after(c: Any, v: Any, i: Any) -> Any:
     t = c[1].exp()
     return t, t.index_copy(1, i, v)
-
-
-def turned_at_the_end(c: Any, v: Any, i: Any) -> Any:
-    """The argument is written to, in another order, before the update's last use."""
-    n = c.index_copy(2, i, v.expand(L, B, 1, D))
-    c.copy_(n.flip(0))
-    return n * 2
 
 
 def adds_what_was_there(c: Any, v: Any, i: Any) -> Any:
@@ -137,10 +123,7 @@ def adds_what_was_there(c: Any, v: Any, i: Any) -> Any:
     c.copy_(n.index_put((torch.full((2,), 2),), c[2].expand(2, B, S, D), accumulate=True))
 
 
-NOT = [returned_part, before_and_after, turned_at_the_end, adds_what_was_there]
-
-
-@pytest.mark.parametrize("fn, wrapper", [(f, ("python", "cpp")[n % 2]) for n, f in enumerate(NOT)])
+@pytest.mark.parametrize("fn, wrapper", [(before_and_after, "python"), (adds_what_was_there, "cpp")])
 def test_what_may_not_be_in_place(fn: Callable[..., Any], wrapper: str) -> None:
     check(fn, reflib.compile(fn, wrapper=wrapper, verify=True), C, V, I)
 
