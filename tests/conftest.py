@@ -68,11 +68,12 @@ def pytest_configure(config: pytest.Config) -> None:
         # each process with TorchInductor would compile programs and start Pythons to see which vectors this CPU has
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
         fork_kernels()
-        if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-            kernels.fork_tests()
     if CACHE not in os.environ:
         config.stash[made] = tempfile.TemporaryDirectory(prefix="reflib-tests-")
         os.environ[CACHE] = config.stash[made].name
+    quick, worker = config.getoption("--quick"), hasattr(config, "workerinput")
+    if quick and config.getoption("numprocesses", None) and not worker:
+        kernels.fork_tests()
 
 
 def fork_kernels() -> None:

@@ -133,7 +133,6 @@ def fork_tests() -> None:
 
         def __init__(self, args: list[str], execmodel: Any):
             (theirs, to), (back, ours) = os.pipe(), os.pipe()
-            fork_server()
             given = File(theirs), File(ours), dict(os.environ), os.getcwd()
             self.popen = Kernel(target=run_tests, args=given, daemon=True)
             self.popen.start()
@@ -142,6 +141,10 @@ def fork_tests() -> None:
             gateway_io.Popen2IO.__init__(self, os.fdopen(to, "wb"), os.fdopen(back, "rb"), execmodel=execmodel)
 
     gateway_io.Popen2IOMaster = Forked
+    fork_server()
+    sys.warnoptions.append("ignore:resource_tracker")  # what is killed leaves semaphores, which are removed in the end
+    forkserver.ensure_running()
+    sys.warnoptions.pop()
 
 
 def run_tests(into: int, out: int, env: dict[str, str], folder: str) -> None:
