@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import kernels
 from tests.overheads import without_overheads
 
 # Examples are derived from the test alone: a failure on CI is the same failure here.
@@ -70,6 +71,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if CACHE not in os.environ:
         config.stash[made] = tempfile.TemporaryDirectory(prefix="reflib-tests-")
         os.environ[CACHE] = config.stash[made].name
+    quick, worker = config.getoption("--quick"), hasattr(config, "workerinput")
+    if quick and config.getoption("numprocesses", None) and not worker:
+        kernels.fork_tests()
 
 
 def fork_kernels() -> None:
@@ -77,12 +81,11 @@ def fork_kernels() -> None:
     with contextlib.suppress(ImportError):
         from jupyter_client.provisioning import local_provisioner
 
-        from tests import kernels
-
         local_provisioner.launch_kernel = kernels.launch
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    kernels.end_server()
     folder = config.stash.get(made, None)
     if folder is not None:
         os.environ.pop(CACHE, None)
@@ -148,6 +151,9 @@ LONGEST = (
 )  # fmt: skip
 
 
+SEEDS = 4  # (of so many variants that differ in a seed alone, one is in a quick run)
+
+
 def place(item: pytest.Item) -> int:
     name = item.nodeid.partition("::")[0].rpartition("/")[2]
     return LONGEST.index(name) if name in LONGEST else len(LONGEST)
@@ -155,7 +161,7 @@ def place(item: pytest.Item) -> int:
 
 def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
     """What ``--quick`` leaves out, chapters' cells tagged ``slow`` too. Which variants of a test it keeps is drawn by a
-    hash of their names."""
+    hash of their names; of those that only draw other numbers (``seed``) and have no mark, one in SEEDS."""
     slow, variants = [], defaultdict(list)
     for item in items:
         cell = getattr(item, "cell", None)
@@ -163,6 +169,9 @@ def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
             slow.append(item)
         elif mark := item.get_closest_marker("sample"):
             variants[item.nodeid.partition("[")[0], mark.args[0]].append(item)
+        elif "seed" in (given := dict(getattr(getattr(item, "callspec", None), "params", {}))):
+            del given["seed"]
+            variants[f"{item.nodeid.partition('[')[0]} {given}", SEEDS].append(item)
     for (_, n), group in variants.items():
         group.sort(key=lambda item: zlib.crc32(item.name.encode()))
         slow += group[-(-len(group) // n) :]
@@ -208,10 +217,8 @@ def forked_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """The tuner's, but for tests of how they are started."""
     pool, own = sys.modules.get("reflib.autotune.pool"), request.path.name.startswith("test_pool")
     if pool and not own and request.config.getoption("--quick"):
-        from tests.kernels import fork_workers
-
         monkeypatch.setattr(pool, "subprocess", pool.subprocess)
-        fork_workers()
+        kernels.fork_workers()
 
 
 @pytest.fixture
@@ -294,9 +301,8 @@ def four() -> Iterator[Any]:
 def _ranks(size: int) -> Iterator[Any]:
     """Each is a fork, of a process that has imported what it needs."""
     from reflib.lab import rank_group
-    from tests.kernels import fork_server
 
-    context = SimpleNamespace(get_context=lambda way: fork_server())
+    context = SimpleNamespace(get_context=lambda way: kernels.fork_server())
     with pytest.MonkeyPatch.context() as m, contextlib.closing(rank_group.ranks(size)) as found:
         m.setattr(rank_group, "multiprocessing", context)
         yield found

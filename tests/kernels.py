@@ -1,6 +1,7 @@
 """Notebooks' kernels forked from one process that has imported what nearly all of them import, for ``make test``:
-torch, Dynamo and the others take seconds of each; and so are ranks, and the tuner's workers, that chapters and tests
-start. ``make test-all``, ``make test-gpu`` and ``make run`` start kernels and workers as Jupyter and reflib do."""
+torch, Dynamo and the others take seconds of each; and so are pytest-xdist's workers, and the ranks and the tuner's
+workers that chapters and tests start. ``make test-all``, ``make test-gpu`` and ``make run`` start kernels and workers
+as Jupyter, pytest-xdist and reflib do."""
 
 import json
 import multiprocessing
@@ -9,6 +10,7 @@ import runpy
 import subprocess
 import sys
 import threading
+import time
 from multiprocessing import forkserver, reduction
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -100,11 +102,16 @@ def fork_workers() -> None:
     pool.subprocess = SimpleNamespace(Popen=Zygote, **names)
 
 
+def share_server() -> None:
+    """In a forked process: what it starts is forked where it was."""
+    forkserver._forkserver.ensure_running = lambda: None  # it runs, though it was not this process that started it
+
+
 def fork_more() -> None:
-    """In a forked process: what it and its children start, ranks and the tuner's workers, is forked where it was."""
+    """In a forked process, for its children too: ranks and the tuner's workers are forked where it was."""
     from reflib.lab import rank_group
 
-    forkserver._forkserver.ensure_running = lambda: None  # it runs, though it was not this process that started it
+    share_server()
     rank_group.multiprocessing = SimpleNamespace(get_context=lambda way: fork_server())
     fork_workers()
 
@@ -115,6 +122,55 @@ def fork_server() -> ForkServerContext:
     context.set_forkserver_preload(["tests.warm_kernels"])
     context.Process = Placed
     return context
+
+
+def fork_tests() -> None:
+    """pytest-xdist's workers."""
+    from execnet import gateway_io
+
+    class Forked(gateway_io.Popen2IOMaster):
+        """One of them, and the pipes to it and back."""
+
+        def __init__(self, args: list[str], execmodel: Any):
+            (theirs, to), (back, ours) = os.pipe(), os.pipe()
+            given = File(theirs), File(ours), dict(os.environ), os.getcwd()
+            self.popen = Kernel(target=run_tests, args=given, daemon=True)
+            self.popen.start()
+            os.close(theirs)
+            os.close(ours)
+            gateway_io.Popen2IO.__init__(self, os.fdopen(to, "wb"), os.fdopen(back, "rb"), execmodel=execmodel)
+
+    gateway_io.Popen2IOMaster = Forked
+    fork_server()
+    sys.warnoptions.append("ignore:resource_tracker")  # what is killed leaves semaphores, which are removed in the end
+    forkserver.ensure_running()
+    sys.warnoptions.pop()
+
+
+def run_tests(into: int, out: int, env: dict[str, str], folder: str) -> None:
+    """In the forked process, as execnet begins."""
+    share_server()
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # tests start processes
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(folder)
+    if "matplotlib" in sys.modules:
+        sys.modules["matplotlib"].use("agg")  # notebooks draw in another way
+    os.dup2(into, 0)
+    os.dup2(out, 1)
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    exec(eval(sys.stdin.readline()), {})
+
+
+def end_server() -> None:
+    """Waits for it, once what it forked has ended: so its processor time counts as ours."""
+    ours = forkserver._forkserver
+    if ours._forkserver_pid is not None:
+        os.close(ours._forkserver_alive_fd)
+        waited = time.monotonic() + 10
+        while os.waitpid(ours._forkserver_pid, os.WNOHANG)[0] == 0 and time.monotonic() < waited:
+            time.sleep(0.05)
+        ours._forkserver_pid = None
 
 
 def launch(

@@ -11,6 +11,7 @@ from tests.forking import child_of, serve
 from tests.overheads import without_overheads
 
 PATH = list(sys.path)  # multiprocessing gives forked processes pytest's
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what they print is not pytest's
 os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")  # as ipykernel does
 for name in (
     "ipykernel.kernelapp", "ipykernel.ipkernel", "matplotlib.pyplot", "matplotlib.backends.backend_svg", "networkx",

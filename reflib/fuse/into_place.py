@@ -143,8 +143,7 @@ class _Placing:
         b, d = part.value.buffer if isinstance(part.value, Load) else "", self.depends
         writers, readers = d.writers.get(b, []), [i for i in d.readers.get(b, ()) if i != position]
         alone = sum(isinstance(p.value, Load) and p.value.buffer == b for p in parts) == 1
-        lasts = not b or self.program.buffers[b].kind != "temp" or b in d.needed
-        if lasts or len(writers) != 1 or not (unread or readers) or not alone:
+        if not b or b in d.needed or len(writers) != 1 or not (unread or readers) or not alone:
             return False
         if self.calls[writers[0]] != self.calls[position]:
             return False
@@ -284,7 +283,7 @@ class _Placing:
         writers = d.writers.get(b, [])
         same = [p for p in parts if isinstance(p.value, Load) and p.value.buffer == b]
         there = self._there(part.view)
-        lasts = self.program.buffers[b].kind != "temp" or b in d.needed or b in self.places
+        lasts = b in d.needed or b in self.places
         if same[0] is not part or len(writers) != 1 or there is None or lasts:
             return None
         readers = (n for i in d.readers[b] if i != position for n in self.changed.get(i, [self.program.nodes[i]]))

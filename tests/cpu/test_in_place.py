@@ -112,6 +112,22 @@ def test_sizes_that_are_symbols() -> None:
         check(fn, compiled, C, V, p)
 
 
+def before_and_after(c: Any, v: Any, i: Any) -> Any:
+    t = c[1].exp()
+    return t, t.index_copy(1, i, v)
+
+
+def adds_what_was_there(c: Any, v: Any, i: Any) -> Any:
+    """The call's other argument is the old value, in the memory that it would add to."""
+    n = c.select_scatter(v.expand(B, S, D), 0, 0)
+    c.copy_(n.index_put((torch.full((2,), 2),), c[2].expand(2, B, S, D), accumulate=True))
+
+
+@pytest.mark.parametrize("fn, wrapper", [(before_and_after, "python"), (adds_what_was_there, "cpp")])
+def test_what_may_not_be_in_place(fn: Callable[..., Any], wrapper: str) -> None:
+    check(fn, reflib.compile(fn, wrapper=wrapper, verify=True), C, V, I)
+
+
 def halves(c: Any) -> Any:
     a, b = c.chunk(2, 1)
     a.copy_(b * 3)

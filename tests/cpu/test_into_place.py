@@ -16,6 +16,7 @@ from reflib.fuse.places import apart
 from reflib.ir.expr import Ref, Var, expr
 from reflib.ir.interpret import interpret
 from reflib.ir.program import Buffer, Extern, walk
+from reflib.lower.decompositions import decompositions
 from reflib.options import Options
 from reflib.pipeline import run
 from tests.semantics import Compiled
@@ -402,6 +403,22 @@ def test_random_programs() -> None:
         if seed % 8 == 0:
             torch.testing.assert_close(list(run(graph, Options()).call([x, w])), want)
     assert taken > 5
+
+
+# each differs in one thing from a part that is stored in its place
+SMALL: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "added to afterwards": lambda x, w: torch.cat([w @ x, x]).index_add(0, torch.arange(1, 4), x[:3]),
+    "a row for all rows": lambda x, w: torch.cat([(w[:1] @ x).expand(5, 6), x]),
+    "of another dtype": lambda x, w: torch.cat([w.half() @ x.half(), x], 1),
+}
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_what_is_not_just_a_part(case: str) -> None:
+    x, w = torch.randn(5, 6), torch.randn(5, 5)
+    traced = make_fx(SMALL[case], decompositions(), "fake")(x, w)
+    program = run(Graph(traced, "inference", frozenset()), Options(verify=True), until="fuse").fused.program
+    torch.testing.assert_close(interpret(program, [x, w]), [SMALL[case](x, w)], atol=1e-3, rtol=1e-3)
 
 
 def test_parts_without_elements() -> None:

@@ -49,6 +49,7 @@ def ptx_of(name: str, arch: int, of: str, size: int = 2, **more: Any) -> str:
     return asm["ptx"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("name", MEETINGS)
 def test_they_compile_ahead_of_time(arch: int, name: str) -> None:
@@ -59,6 +60,7 @@ def test_they_compile_ahead_of_time(arch: int, name: str) -> None:
         assert ptx.count("st.release.sys") == ptx.count("ld.acquire.sys") == MEETINGS[name]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [2, 3, 8])
 @pytest.mark.parametrize("two", [False, True])
 def test_words_with_flags_need_no_meeting(size: int, two: bool) -> None:
