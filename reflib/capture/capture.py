@@ -30,6 +30,8 @@ def dynamo_graph_to_aten(
 
     def compiler(name: str) -> Callable[..., Any]:
         def compile_one(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list], Any]:
+            if name == "inference":  # (of a joint graph, ``partitioner`` does)
+                merge_repeats(gm)
             fn = compile_graph(Graph(gm, name, *_known(gm, name)), example_inputs)
             fn._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd: takes a list, which it may empty
             return fn

@@ -306,6 +306,10 @@ class _Deciding:
         for g in self.groups.values():
             kinds = {u.kind for u in g.updates}
             if "each" in kinds and kinds <= {"each", "slice"}:
+                each = [u for u in g.updates if u.kind == "each"]
+                parts_only = not any(self.whole(u.new) for u in each)  # (a slice of each is stored in place instead)
+                out |= dict.fromkeys(each if parts_only else g.updates, "")
+            elif kinds == {"slice"} and self._chained(g):
                 out |= dict.fromkeys(g.updates, "")
             elif kinds == {"slice"} and self._recurs(g):
                 why = f"older slices of {g.root} are read in between: each would be a kernel"
@@ -319,10 +323,32 @@ class _Deciding:
         """Is much of the input written slice by slice, and older elements of it read in between? Such reads and stores
         are one kernel only if they are of different buffers (``slice_stores``). That costs a copy, which is written,
         read, and read again at the end."""
-        sizes = [region(u, self.places[u.new]).shape for u in g.updates if u not in self.given_back]
+        sizes = [region(u, self.places[u.new]).shape for u in self._storing(g)]
         stored, root = sum(product(shape).hint() for shape in sizes), self.program.buffers[g.root]
         kernels = len(sizes) * self.launch
         return g.read_later and 4 * stored > root.numel.hint() and kernels > 3 * root.nbytes.hint()
+
+    def _chained(self, g: _Group) -> bool:
+        """Do slices that lie over each other follow one another, and nothing else reads what is between? A loop over
+        the whole stores each element once."""
+        stored = sum(product(region(u, self.places[u.new]).shape).hint() for u in self._storing(g))
+        if stored <= self.program.buffers[g.root].numel.hint():
+            return False
+        seen, todo = {u.position for u in g.updates}, [u.new for u in g.updates[:-1]]
+        others = {u.position for u in self.accepted} - seen
+        while todo:
+            if (b := todo.pop()) in self.lasting or self.program.buffers[b].kind != "temp":
+                return False
+            for i in self.depends.readers.get(b, ()):
+                node = self.program.nodes[i]
+                if not isinstance(node, LoopNest) or node.reduced or i in others:
+                    return False
+                todo += () if i in seen else node.writes()
+                seen.add(i)
+        return True
+
+    def _storing(self, g: _Group) -> list[Update]:
+        return [u for u in g.updates if u not in self.given_back]
 
     def _parts_put_back(self) -> set[str]:
         """Buffers in parts of others, to which they are put back in the end. (One that is not would keep all of the

@@ -27,6 +27,7 @@ from .legality import Cluster, common_space, single
 from .places import LAUNCH
 from .producers import Producer, TooLong, gathers, make_producer, makes_all, places, replaced
 from .result import Fused, Reason
+from .shared_parts import together
 from .split import row_major
 
 MAX_OPS = 24  # statements of a producer that is computed twice, or that others are joined to
@@ -61,6 +62,7 @@ class _Work:
     asked: list[str] = field(default_factory=list)  # for one of these, the next is asked for
     alone: dict[str, Cluster] = field(default_factory=dict)
     loads: dict[tuple[int, str], tuple[LoopNest, int, Loads]] = field(default_factory=dict)
+    pairs: dict[tuple[int, int], bool] = field(default_factory=dict)  # of one that reads the other's result: alike?
 
     def reads_no_more(self, position: int, name: str) -> None:
         """And a producer that nothing reads any more reads nothing either."""
@@ -239,11 +241,13 @@ def _again(p: Producer, work: _Work) -> bool:
     every step; in a residual network each block would compute all blocks before it.) For one reader at one place that
     is always less. The answer is one for all readers: what one of them reads is stored, for all of them."""
     buffers, name, points = work.program.buffers, p.store.buffer, max(1, p.loops.numel.hint())
-    kernels: dict[tuple[int, int], float] = {}  # readers that may become one kernel, by how much of it they read
+    kernels: dict[tuple[int, int, int], float] = {}  # readers that may become one kernel, by how much they read
     places: dict[tuple[object, tuple[Expr, ...]], float] = {}  # ... which computes once what they read at one place
-    for r, at, share in _places(name, points, work, known={}):
+    for r, at, share in sorted(_places(name, points, work, known={}), key=lambda place: place[0]):
         node = work.nodes[r]
-        key = work.calls[r], (node.numel * node.rnumel).hint() if isinstance(node, LoopNest) else 0
+        alike = work.calls[r], (node.numel * node.rnumel).hint() if isinstance(node, LoopNest) else 0
+        first = (k[2] for k in kernels if k[:2] == alike and not _waits(r, k[2], work))
+        key = (*alike, next(first, r))
         kernels[key] = min(1, kernels.get(key, 0) + share)
         places[key, at] = share
     n, m = sum(kernels.values()), sum(places.values()) + (name in work.depends.needed)
@@ -258,6 +262,32 @@ def _again(p: Producer, work: _Work) -> bool:
     again = max(0, n - 1) * sum(min(b.nbytes.hint(), points * b.dtype.itemsize) for b in read)
     again += max(0, m - 1) * (repeated - LOAD) * points / PER_BYTE if work.gpu else 0
     return again < (n + (name not in work.depends.needed)) * buffers[name].nbytes.hint()
+
+
+def _waits(reader: int, first: int, work: _Work) -> bool:
+    """Does ``reader`` need a result of the node ``first`` that goes through what it cannot be one kernel with?"""
+    todo, seen = [(reader, False)], set[tuple[int, bool]]()
+    while todo:
+        i, apart = todo.pop()
+        node = work.nodes[i]
+        for name in node.reads() if isinstance(node, LoopNest) else ():
+            w = work.depends.last_writer(name, i)
+            if w is None or w < first:
+                continue
+            at = w, apart or not _together(w, i, work)
+            if at == (first, True):
+                return True
+            if at not in seen:
+                seen.add(at)
+                todo.append(at)
+    return False
+
+
+def _together(maker: int, reader: int, work: _Work) -> bool:
+    """Can the two nodes be one kernel?"""
+    if (maker, reader) not in work.pairs:
+        work.pairs[maker, reader] = together(work.nodes, work.depends, maker, reader)
+    return work.pairs[maker, reader]
 
 
 def _places(

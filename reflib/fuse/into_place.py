@@ -41,7 +41,7 @@ from .in_place import may_alias
 from .mapping import fresh
 from .places import LAUNCH, moved, rehomed, within
 from .result import Fused
-from .shared_parts import RUN, STORES, Parted, Shared, Sources, shared, sources, turned
+from .shared_parts import RUN, STORES, Parted, Shared, Sources, shared, sources, together, turned
 from .slices import coordinates, region_of, whole_dimensions
 
 MOVED = 16  # bytes
@@ -172,8 +172,9 @@ class _Placing:
         placed = [p.value.buffer for p, m in zip(parts, makers) if m is not None and isinstance(p.value, Load)]
         several = zip(parts, makers) if var is not None else ()  # (one part: a whole copy, which fuses as it is)
         apart = [(p, b) for p, m in several if m is None and (b := self._stores(position, var, p, parts))]
-        again = sum(isinstance(self.program.nodes[i], LoopNest) for i in d.readers.get(whole, ()) if i not in cut)
-        less, more = common.saved - again * size(whole), again  # (loop nests would be fused with one over the whole)
+        left = (i for i in d.readers.get(whole, ()) if i not in cut)
+        again = sum(together(self.program.nodes, d, position, i) for i in left)
+        less, more = common.saved - again * size(whole), again  # (these would be fused with one over the whole)
         more += len(cut) * sum(m is not None for m in makers)
         if less <= 0:
             less, more = 0, common.fewer

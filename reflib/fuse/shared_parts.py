@@ -42,8 +42,10 @@ from dataclasses import dataclass, replace
 from ..ir.expr import Atom, BinOp, Expr, IntLike, Var, expr, mod
 from ..ir.instructions import PER_BYTE, work_of
 from ..ir.loops import Indirect, Load, LoopNest, Op, Store
-from ..ir.program import Program
+from ..ir.program import Node, Program
 from .dependencies import Dependencies
+from .legality import common_space, single
+from .result import Reason
 from .slices import copied_from
 
 RUN = 128  # bytes
@@ -131,6 +133,14 @@ def sources(
                 seen.add(read)
                 todo.append(read)
     return found, made
+
+
+def together(nodes: Sequence[Node], depends: Dependencies, first: int, second: int) -> bool:
+    """Can two nodes be one kernel, but for what lies between them?"""
+    a, b = nodes[first], nodes[second]
+    if not isinstance(a, LoopNest) or not isinstance(b, LoopNest):
+        return False
+    return not isinstance(common_space(single(first, a, depends), single(second, b, depends)), Reason)
 
 
 def _maker(program: Program, depends: Dependencies, name: str) -> LoopNest | None:
