@@ -6,7 +6,7 @@ not counted: a tile of 128 points along a contiguous axis touches 8 sectors of b
 128, and an access that does not vary with the axis touches 1. What one warp touches twice L1 still has, but what
 it stores goes to L2 instruction by instruction. An order of loops is therefore judged by the points of a warp (loads)
 and of its 32 lanes (stores); a two-dimensional block, whose accesses Triton each lays along their own contiguous side,
-by all of its points.
+by all of its points. What is looked up in a small table is in L2, and often in L1: it counts less.
 
 How many sectors: along each variable an index takes ``count`` values ``step`` elements apart (several such pairs where
 it has // or %). Least step first, elements closer than a sector grow a dense run; any wider step repeats the run. A run
@@ -30,6 +30,7 @@ LANES = 32
 WARP = 4 * LANES  # points that a warp computes
 ROWS = 16  # neighbouring rows that are looked at together
 LOAD, STORE = 2, 3  # weights
+L2, KEPT = 1 << 22, 0.5  # bytes of a table that stays there; the weight of its sectors, by those of memory
 PARTIAL = 3  # of what a store leaves of a sector, which is read and written again: 67 us where loads do so in 28
 CLOSE, CLOSE_ROWS = 1.1, 1.5  # costs that are equal: the order as written needs fewer divisions (rows share little)
 _FAR = 1 << 40  # elements: the step of an index that is itself loaded
@@ -37,12 +38,14 @@ _FAR = 1 << 40  # elements: the step of an index that is itself loaded
 
 @dataclass(frozen=True)
 class Access:
-    """``index`` in elements of ``itemsize`` bytes; ``loaded``: what the indices vary with that are values."""
+    """``index`` in elements of ``itemsize`` bytes; ``loaded``: what the indices vary with that are values; ``kept``: of
+    a table that L2 holds."""
 
     index: Expr
     itemsize: int
     store: bool
     loaded: frozenset[Expr] = frozenset()
+    kept: bool = False
 
     def varies(self, v: Var) -> bool:
         return any(e.has(v) for e in (self.index, *self.loaded))
@@ -97,8 +100,9 @@ def accesses(
     for i, s in enumerate(body):
         if isinstance(s, (Load, Store)) and (only is None or i in only):
             loaded = frozenset().union(*(made_of[a.id] for a in s.index.atoms() if isinstance(a, Ref)))
-            itemsize = buffers[s.buffer].dtype.itemsize
-            out[type(s), s.buffer, s.index] = Access(s.index, itemsize, isinstance(s, Store), loaded)
+            b = buffers[s.buffer]
+            kept = bool(loaded) and isinstance(s, Load) and b.nbytes.hint() <= L2
+            out[type(s), s.buffer, s.index] = Access(s.index, b.dtype.itemsize, isinstance(s, Store), loaded, kept)
         made_of.append(frozenset(e for e in stmt_exprs(s) if e.variables()).union(*(made_of[a] for a in stmt_args(s))))
     return list(out.values())
 
@@ -110,7 +114,8 @@ def cost(moved: Sequence[Access], tile: Mapping[Var, int], stored: Mapping[Var, 
         touched = stored if a.store and stored else tile
         sectors, points = a.sectors(touched), prod(touched.values())
         partial = max(0, sectors - points * a.itemsize / SECTOR)
-        total += (STORE * sectors + PARTIAL * partial if a.store else LOAD * sectors) / points
+        load = LOAD * (KEPT if a.kept else 1) * sectors
+        total += (STORE * sectors + PARTIAL * partial if a.store else load) / points
     return total
 
 

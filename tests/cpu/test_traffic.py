@@ -188,3 +188,13 @@ def test_what_is_read_again_stays_in_cache() -> None:
     for fn, streams in functions.items():
         sources = [k.source for k in reflib.explain(fn, x, at, target="sm_90").kernels]
         assert any("range(" in s for s in sources) and streams == any("evict_first" in s for s in sources[:1])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_small_tables_are_looked_up_in_the_order_of_what_is_stored(seed: int) -> None:
+    """A map whose features lie together, made larger, and stored by feature."""
+    rng = random.Random(seed)
+    n, c, size = rng.randrange(4, 9), rng.randrange(17, 24), rng.randrange(13, 19)
+    x = torch.empty(n, size, size, c).permute(0, 3, 1, 2)
+    *_, (space, _, _) = spaces(lambda x: F.interpolate(x, (256, 256), mode="bilinear").contiguous(), x)
+    assert all(s.index.coefficient(space.x) == 1 for s in space.stores)
