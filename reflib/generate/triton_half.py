@@ -26,7 +26,8 @@ A third, in rows of which bytes are stored or that are divided twice (by several
 the row): where a whole row has one divisor, its reciprocal is computed per row, and each quotient corrected by what it
 leaves is the exact one (P. Markstein, IBM J. Res. Dev. 34, 1990): 6 instructions without a branch, none of them one of
 the hardware's approximations, of which a multiprocessor starts 16 per cycle, and a cast to int8 is another (rows
-quantized to int8 took 52 us on an H200, TorchInductor 39). Stored in half precision, the quotient is not corrected.
+quantized to int8 took 52 us on an H200, TorchInductor 39). Stored in half precision, in a loop over a long row, the
+quotient is not corrected.
 """
 
 import math
@@ -50,7 +51,9 @@ def cheap_forms(space: Space, exact: set[int], config: Config) -> tuple[dict[int
     finder, forms, share = _Finder(space), {}, _share(space, config)
     each = varying(space.body, space.reduced_vars)  # not once per row
     slow = {i: f for i in exact if (space.r is None or each[i]) and (f := finder.straight(i)) is not None}
+    slow |= {i: f for i in slow if (f := finder.by_row(i, each)) is not None}  # to the bit what it is once per row
     stores = {i for i, s in enumerate(space.body) if isinstance(s, Store)}
+    looped = share >= MANY and config.reduction == "looped"  # in registers, rows wait for memory
     rows = {i: f for i in exact if share >= MANY and (f := finder.by_row(i, each)) is not None}
     narrow = any(s.dtype.itemsize == 1 for s in space.body if isinstance(s, Op) and s.dtype != torch.bool)
     if sum(_passes(space, config, each, i) for i in rows) < 2 and not narrow:
@@ -62,7 +65,7 @@ def cheap_forms(space: Space, exact: set[int], config: Config) -> tuple[dict[int
     summed = _summed(space.body, exact)
     for i, s in enumerate(space.body):
         rough = i not in exact and not (i in summed and getattr(s, "op", "") == "pow")
-        cheap = finder.form(i) or (finder.by_row(i, each, "_half") if share >= MANY else None) if rough else None
+        cheap = finder.form(i) or (finder.by_row(i, each, "_half") if looped else None) if rough else None
         if (f := finder.halved(i) or rows.get(i) or slow.get(i) or cheap) is not None:
             forms[i] = f
     live: set[int] = set()

@@ -163,7 +163,8 @@ def test_edges_of_two_axes_are_one_kernel(mode: str) -> None:
         shape, edges = [rng.randint(60, 120) for _ in range(4)], [rng.randint(1, 9) for _ in range(4)]
         program = fused(lambda x: F.pad(x, edges, mode=mode) * 0.5, torch.empty(shape))  # noqa: B023 - called here
         (kernel,) = program.nodes
-        assert isinstance(kernel, LoopNest) and len(kernel.loads()) == 1
+        assert isinstance(kernel, LoopNest)
+        assert len(kernel.loads()) == len(kernel.stores())  # of several rows at once
 
 
 def test_the_weights_of_an_interpolation_are_stored() -> None:
