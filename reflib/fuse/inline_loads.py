@@ -264,7 +264,7 @@ def _again(p: Producer, work: _Work) -> bool:
     read = [(part, sum(size(b) for b in set(whole.reads()) - had[k])) for k, part in kernels.items()]
     again = sum(part * more for part, more in read) * max(0, n - 1) / n
     again += max(0, m - 1) * (repeated - LOAD) * points / PER_BYTE if work.gpu else 0
-    own = all(at for _, at in places) and all(buffers[b].kind != "temp" for b in whole.reads())
+    own = light and all(at for _, at in places) and all(buffers[b].kind != "temp" for b in whole.reads())
     stored = (n + (name not in work.depends.needed)) * buffers[name].nbytes.hint()
     return again < stored + own * LAUNCH[work.gpu]  # (where no kernel reads or makes its elements, it is one more)
 
