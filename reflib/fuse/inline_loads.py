@@ -239,7 +239,8 @@ def _again(p: Producer, work: _Work) -> bool:
     stored, L + S + n S; computed again, n L, and on a GPU m times the work, in what is moved meanwhile. (A kernel
     computes ``p`` and ``p.roll(1)`` from the same bytes, each by itself. A recurrence would compute all steps before in
     every step; in a residual network each block would compute all blocks before it.) For one reader at one place that
-    is always less. The answer is one for all readers: what one of them reads is stored, for all of them."""
+    is always less. Readers are one kernel if they may be and none waits for another in between; of L, what they read
+    in any case is free. The answer is one for all readers: what one of them reads is stored, for all of them."""
     buffers, name, points = work.program.buffers, p.store.buffer, max(1, p.loops.numel.hint())
     kernels: dict[tuple[int, int, int], float] = {}  # readers that may become one kernel, by how much they read
     had: dict[tuple[int, int, int], set[str]] = {}  # ... and what else they read
