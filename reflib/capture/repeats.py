@@ -1,4 +1,4 @@
-"""A joint graph computes nothing twice: common subexpressions are merged before it is cut into forward and backward.
+"""A graph computes nothing twice: common subexpressions are merged, a joint graph's before it is cut in two.
 
 A node repeats an earlier one if both call the same op with the same arguments, and nothing is mutated in between. Left
 alone are random ops, ops that others registered, uninitialised tensors, what shares storage with an output (eager

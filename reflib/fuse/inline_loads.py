@@ -239,9 +239,11 @@ def _again(p: Producer, work: _Work) -> bool:
     stored, L + S + n S; computed again, n L, and on a GPU m times the work, in what is moved meanwhile. (A kernel
     computes ``p`` and ``p.roll(1)`` from the same bytes, each by itself. A recurrence would compute all steps before in
     every step; in a residual network each block would compute all blocks before it.) For one reader at one place that
-    is always less. The answer is one for all readers: what one of them reads is stored, for all of them."""
+    is always less. Readers are one kernel if they may be and none waits for another in between; of L, what they read
+    in any case is free. The answer is one for all readers: what one of them reads is stored, for all of them."""
     buffers, name, points = work.program.buffers, p.store.buffer, max(1, p.loops.numel.hint())
     kernels: dict[tuple[int, int, int], float] = {}  # readers that may become one kernel, by how much they read
+    had: dict[tuple[int, int, int], set[str]] = {}  # ... and what else they read
     places: dict[tuple[object, tuple[Expr, ...]], float] = {}  # ... which computes once what they read at one place
     for r, at, share in sorted(_places(name, points, work, known={}), key=lambda place: place[0]):
         node = work.nodes[r]
@@ -249,6 +251,7 @@ def _again(p: Producer, work: _Work) -> bool:
         first = (k[2] for k in kernels if k[:2] == alike and not _waits(r, k[2], work))
         key = (*alike, next(first, r))
         kernels[key] = min(1, kernels.get(key, 0) + share)
+        had[key] = had.get(key, set()) | _had(r, name, work)
         places[key, at] = share
     n, m = sum(kernels.values()), sum(places.values()) + (name in work.depends.needed)
     if n <= 1 and m <= 1:
@@ -258,10 +261,13 @@ def _again(p: Producer, work: _Work) -> bool:
     light = max(repeated, statements) <= MAX_OPS_REPEATED  # a broadcast is read often, and is there once
     if work.gpu and (min(m, len(places)) if light else m) * statements > MAX_BODY and not gathers(whole):
         return False
-    read = (buffers[b] for b in whole.reads())
-    again = max(0, n - 1) * sum(min(b.nbytes.hint(), points * b.dtype.itemsize) for b in read)
+    size = lambda b: min(buffers[b].nbytes.hint(), points * buffers[b].dtype.itemsize)  # noqa: E731
+    read = [(part, sum(size(b) for b in set(whole.reads()) - had[k])) for k, part in kernels.items()]
+    again = sum(part * more for part, more in read) * max(0, n - 1) / n
     again += max(0, m - 1) * (repeated - LOAD) * points / PER_BYTE if work.gpu else 0
-    return again < (n + (name not in work.depends.needed)) * buffers[name].nbytes.hint()
+    own = light and all(at for _, at in places) and all(buffers[b].kind != "temp" for b in whole.reads())
+    stored = (n + (name not in work.depends.needed)) * buffers[name].nbytes.hint()
+    return again < stored + own * LAUNCH[work.gpu]  # (where no kernel reads or makes its elements, it is one more)
 
 
 def _waits(reader: int, first: int, work: _Work) -> bool:
@@ -281,6 +287,19 @@ def _waits(reader: int, first: int, work: _Work) -> bool:
                 seen.add(at)
                 todo.append(at)
     return False
+
+
+def _had(reader: int, name: str, work: _Work) -> set[str]:
+    """The buffers that a reader of ``name`` reads beside it, or that these are computed from, elementwise."""
+    todo, found = [reader], set[str]()
+    while todo and len(found) < DEEPEST:
+        i = todo.pop()
+        node = work.nodes[i]
+        if isinstance(node, LoopNest) and (i == reader or not node.reduced):
+            new = set(node.reads()) - found - {name}
+            found |= new
+            todo += [w for b in new if (w := work.depends.last_writer(b, i)) is not None]
+    return found
 
 
 def _together(maker: int, reader: int, work: _Work) -> bool:

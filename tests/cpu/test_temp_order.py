@@ -1,0 +1,75 @@
+"""The order in memory of temporaries on a GPU: a residual stream has that of the layers around it."""
+
+import random
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import reflib
+from reflib.capture.graph import Graph
+from reflib.fuse.result import Fused
+from reflib.fuse.temp_order import temp_order
+from reflib.ir.interpret import interpret
+from reflib.options import Options
+from reflib.pipeline import run
+from reflib.target import parse_target
+
+R = random.Random(12)
+B, C, S, E, DEPTH = R.randrange(2, 4), R.randrange(2, 5), 2 * R.randrange(8, 12), 8 * R.randrange(16, 24), 3
+
+
+class Patches(nn.Module):
+    """Patches of an image, to which blocks add what they make of their norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(C, E, 2, 2)
+        self.position = nn.Parameter(torch.randn(1, S * S // 4, E))
+        self.blocks = nn.ModuleList(nn.Linear(E, E) for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.patch(x).flatten(2).transpose(1, 2) + self.position
+        for block in self.blocks:
+            z = z + block(F.layer_norm(z, (E,)))
+        return z.mean(1)
+
+
+def test_a_residual_stream_is_stored_by_rows() -> None:
+    torch.manual_seed(R.randrange(1000))
+    model, x = Patches().eval(), torch.randn(B, C, S, S)
+    with torch.no_grad():
+        e = reflib.explain(model, x, target="sm_90")
+        temps = [b for n in e.fused.nodes for b in n.writes() if e.fused.buffers[b].kind == "temp"]
+        rows = [e.fused.buffers[b] for b in temps if [int(s) for s in e.fused.buffers[b].shape] == [B, S * S // 4, E]]
+        assert len(rows) > DEPTH and all(b.strides[2] == 1 for b in rows), [(b.name, b.strides) for b in rows]
+
+
+def test_a_chain_stays_where_all_around_it_has_its_order() -> None:
+
+    def chain(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        a = x.transpose(1, 2) + 1
+        b = (a.cos() + y.transpose(1, 2)) * 2
+        return (a + b).sum(2)
+
+    x, y = torch.randn(B, 40, 70), torch.randn(B, 40, 70)
+    e = reflib.explain(chain, x, y, target="sm_90")
+    assert all(b.strides[-1] != 1 or len(b.shape) < 3 for b in e.fused.buffers.values() if b.kind == "temp")
+
+
+def test_values() -> None:
+    """The pass alone, for a GPU, of a program for a CPU, which the interpreter runs."""
+
+    def chain(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        a = x.transpose(1, 2) + 1
+        b = a + y
+        c = b * y + a
+        return [c.amax(2), (c - c.sum(2, keepdim=True)).cos().sum(1), (b - y).sum(2)]
+
+    x, y = torch.randn(B, 40, 30, dtype=torch.float64), torch.randn(B, 30, 40, dtype=torch.float64)
+    graph = Graph(make_fx(chain, tracing_mode="fake")(x, y), "inference", frozenset())
+    program = run(graph, Options(verify=True), until="lower").program
+    new = temp_order(Fused(program), Options(), parse_target("sm_90")).program
+    assert sum(a.strides != b.strides for a, b in zip(program.buffers.values(), new.buffers.values())) >= 3
+    torch.testing.assert_close(list(interpret(new, [x, y])), chain(x, y))
