@@ -121,6 +121,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "in_place": "fuse.in_place:in_place",
         "slice_stores": "fuse.slice_stores:slice_stores",
         "into_place": "fuse.into_place:into_place",
+        "temp_order": "fuse.temp_order:temp_order",
         "picks": "fuse.picks:picks",
         "by_row": "fuse.unroll:by_row",
         "by_element": "fuse.unroll:by_element",
