@@ -201,6 +201,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # what is collected stays: whoever collects garbage would look through all of it
 
 
+@pytest.fixture(autouse=True, scope="module")
+def little_garbage(request: pytest.FixtureRequest) -> None:
+    """Files that collect garbage look through what others left once, not each time."""
+    if hasattr(request.module, "gc"):
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> None:
     """Functions compiled anew in every test: one that several tests compile soon meets Dynamo's limit of
