@@ -1,6 +1,7 @@
 """What all tests share: a cache of their own, fixed random examples, the GPU marker."""
 
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -194,6 +195,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.gpu)
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is collected stays: whoever collects garbage would look through all of it
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_garbage(request: pytest.FixtureRequest) -> None:
+    """Files that collect garbage look through what others left once, not each time."""
+    if hasattr(request.module, "gc"):
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)
