@@ -108,6 +108,7 @@ PLUGS: dict[str, dict[str, str]] = {
     },
     "lower.OUT": {"schema": "lower.out_variants:out_variant"},
     "lower.CALLS": {"registered": "lower.candidates:call"},
+    "lower.OUTPUTS": {"views": "lower.returned_views:as_views"},
     "lower.WHOLE": {"registered": "lower.custom_ops:registered"},
     "lower.NUMBER": {"argument": "lower.numbers:number"},
     "lower.PARTS": {"own": "lower.own_parts:own_parts"},

@@ -8,10 +8,11 @@ two real tensors, it is one kernel::
     a * b                     a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re
     view_as_real(z)           cat([z.re[..., None], z.im[..., None]], -1)
 
-Complex nodes that one op connects are rewritten together, if every op on them has a rule here, and none is a result of
-the graph. A complex input is read as real once, and a Fourier transform reads and writes pairs (``spectra``). Forward
-and backward are one graph still, so that what is saved between them is real, too. With ``numerics="eager"`` nothing is
-changed: a product with a real number leaves out that with zero.
+Complex nodes that one op connects are rewritten together, if every op on them has a rule here, none is a result of the
+graph, and no two results lie in the storage of one, each seen through another one. A complex input is read as real
+once, and a Fourier transform reads and writes pairs (``spectra``). Forward and backward are one graph still, so that
+what is saved between them is real, too. With ``numerics="eager"`` nothing is changed: a product with a real number
+leaves out that with zero.
 
 NB: TorchInductor leaves all of them to ATen.
 """
@@ -45,6 +46,7 @@ def complex_pairs(module: GraphModule, options: Options, gpu: bool) -> GraphModu
     out = copied(module)
     nodes = _rewritable(out)
     pairs: dict[Node, Pair] = {}
+    both: dict[Any, Node] = {}
 
     def parts(n: Node) -> Any:
         if not _is_complex(n):
@@ -54,7 +56,7 @@ def complex_pairs(module: GraphModule, options: Options, gpu: bool) -> GraphModu
         return pairs[n]
 
     for node in nodes:
-        write = _Writer(node, parts)
+        write = _Writer(node, parts, both)
         with out.graph.inserting_before(node):
             made = RULES[node.target](write, *map_arg(node.args, parts), **map_arg(node.kwargs, parts))
         if isinstance(made, Pair):
@@ -76,7 +78,7 @@ def _is_complex(node: Node) -> bool:
 def _rewritable(module: GraphModule) -> list[Node]:
     """Nodes, in order, of all sets of connected ones that have rules, and in which something is computed."""
     nodes = [n for n in module.graph.nodes if _is_complex(n) or any(map(_is_complex, n.all_input_nodes))]
-    calls = dict.fromkeys(n for n in nodes if n.op not in ("placeholder", "get_attr"))
+    calls, apart = dict.fromkeys(n for n in nodes if n.op not in ("placeholder", "get_attr")), _seen_apart(module)
 
     def connected(todo: list[Node]) -> set[Node]:
         found = set(todo)
@@ -86,9 +88,28 @@ def _rewritable(module: GraphModule) -> list[Node]:
             found.update(near)
         return found
 
-    refused = connected([n for n in calls if n.target not in RULES or not _has_parts(n)])
+    refused = connected([n for n in calls if n.target not in RULES or not _has_parts(n) or n in apart])
     computed = connected([n for n in calls if n.target in COMPUTED])
     return [n for n in calls if n in computed - refused]
+
+
+def _seen_apart(module: GraphModule) -> set[Node]:
+    """Complex nodes on whose storage, seen through another one of them, a further result lies, too."""
+    through: dict[int, set[Node]] = {}
+    for n in module.graph.output_node().all_input_nodes:
+        if isinstance(value := n.meta.get("val"), torch.Tensor) and value.layout == torch.strided:
+            place = value.untyped_storage()._cdata
+            while not _is_complex(n) and n.all_input_nodes and _lies_at(n.all_input_nodes[0], place):
+                n = n.all_input_nodes[0]
+            through.setdefault(place, set()).add(n)
+    return {n for seen in through.values() if len(seen) > 1 for n in seen if _is_complex(n)}
+
+
+def _lies_at(node: Node, place: int) -> bool:
+    """Is it, or are some of its tensors, in that storage?"""
+    values = torch.utils._pytree.tree_leaves(node.meta.get("val"))
+    strided = (v for v in values if isinstance(v, torch.Tensor) and v.layout == torch.strided)
+    return any(v.untyped_storage()._cdata == place for v in strided)
 
 
 def _has_parts(node: Node) -> bool:
@@ -106,10 +127,11 @@ def _has_parts(node: Node) -> bool:
 
 
 class _Writer:
-    """Writes what one node becomes: its own nodes, with values, in its place."""
+    """Writes what one node becomes: its own nodes, with values, in its place. ``both``: by a pair, or the complex node
+    that it stands for, a tensor that has both parts."""
 
-    def __init__(self, node: Node, parts: Callable[[Node], Any]):
-        self.node, self.value, self.parts = node, node.meta["val"], parts
+    def __init__(self, node: Node, parts: Callable[[Node], Any], both: dict[Any, Node]):
+        self.node, self.value, self.parts, self.both = node, node.meta["val"], parts, both
         self.dtype = PARTS.get(self.value.dtype, self.value.dtype)
         self.mode = detect_fake_mode([n.meta["val"] for n in (node, *node.all_input_nodes)])
 
@@ -122,7 +144,9 @@ class _Writer:
         return made
 
     def halves(self, x: Node) -> Pair:
-        return Pair(self(aten.select.int, x, -1, 0), self(aten.select.int, x, -1, 1))
+        pair = Pair(self(aten.select.int, x, -1, 0), self(aten.select.int, x, -1, 1))
+        self.both[pair] = x
+        return pair
 
     # -- arithmetic of parts, which are nodes or numbers ----------------------------------------------
     def binary(self, op: Any, x: Any, y: Any) -> Any:
@@ -241,6 +265,12 @@ rule(aten.view_as_complex.default, computes=False)(lambda d, x: d.halves(x))
 
 @rule(aten.view_as_real.default, computes=False)
 def view_as_real(d: _Writer, z: Pair) -> Node:
+    """One tensor for all that see the complex one: results of the graph may share it."""
+    seen = d.both.get(z) or d.both.get(d.node.args[0]) or _interleaved(d, z)
+    return d.both.setdefault(d.node.args[0], seen)
+
+
+def _interleaved(d: _Writer, z: Pair) -> Node:
     return d(aten.cat.default, [d(aten.unsqueeze.default, x, -1) for x in z], -1)
 
 
@@ -253,10 +283,8 @@ def transform(d: _Writer, x: Any, *args: Any) -> Any:
 
 
 def _together(d: _Writer, z: Pair) -> Node:
-    """Both parts in one tensor: what another transform returned, where they are all of that."""
-    (a, *first), (b, *second) = (p.args if p.target is aten.select.int else (p, ()) for p in z)
-    made = a is b and a.target in SPECTRA.values() and first == [-1, 0] and second == [-1, 1]
-    return a if made else view_as_real(d, z)
+    """Both parts in one tensor: the one that they were read from, if any."""
+    return d.both.get(z) or _interleaved(d, z)
 
 
 def _half_spectrum(node: Node) -> Node | None:

@@ -23,7 +23,7 @@ from reflib.options import Options
 from . import pointwise, reductions  # noqa: F401  (they register their rules)
 from .context import LoweringContext
 from .extern import _numbers, extern, reason_for, scalar_call, with_effects
-from .rules import CALLS, LIKE_EAGER, RULES, Unsupported, rule_of
+from .rules import CALLS, LIKE_EAGER, OUTPUTS, RULES, Unsupported, rule_of
 from .symbols import Symbols
 from .unused import remove_unused
 from .views import REINTERPRET, copying, is_view_op, view
@@ -62,6 +62,8 @@ def lower(graph: Graph, options: Options) -> Program:
             low.values[node] = low.call(node)
         elif node.op == "output":
             outputs = tuple(low.arguments(pytree.tree_leaves(node.args, is_leaf=lambda x: x is None)))
+            for again in OUTPUTS.values():
+                outputs = again(low, graph, outputs)
         else:
             raise LoweringError(f"{node.op} {node.target} is not part of a functional ATen graph")
     nodes, buffers = remove_unused(low.nodes, low.buffers, outputs)

@@ -23,6 +23,9 @@ def own_parts(table: Mapping[Any, Parts]) -> dict[Any, Parts]:
         **{op: partial(max_unpool, dims) for op, dims in unpools.items()},
         **{op: partial(counted_wide, table[op]) for op in means},
         **{op: partial(linspace, table[op]) for op in overloads("linspace") if op in table},
+        **{op: partial(pixels, table[op]) for op in (aten.pixel_shuffle.default, aten.pixel_unshuffle.default)},
+        aten.channel_shuffle.default: partial(channels, table[aten.channel_shuffle.default]),
+        aten.take.default: take,
         aten._unique.default: unique,
         aten.stack.default: partial(stack, table[aten.stack.default]),
     }
@@ -34,6 +37,25 @@ def stack(parts: Parts, tensors: list[torch.Tensor], dim: int = 0) -> torch.Tens
     if not all(t.is_contiguous() for t in tensors):
         return parts(tensors, dim)
     return torch.cat([t.unsqueeze(dim) for t in tensors], dim)
+
+
+def pixels(parts: Parts, x: torch.Tensor, factor: int) -> torch.Tensor:
+    """Eager's result lies like ``x`` on a CPU, as torch's parts have it, and is contiguous on a GPU."""
+    return parts(x, factor).contiguous() if x.is_cuda else parts(x, factor)
+
+
+def channels(parts: Parts, x: torch.Tensor, groups: int) -> torch.Tensor:
+    """Eager's result on a CPU is new, and lies like ``x``. (torch's parts are those of a GPU.)"""
+    if x.is_cuda or 0 in x.shape:
+        return parts(x, groups)
+    parts(x, groups)  # for its errors
+    groups_first = x.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
+    return groups_first.clone(memory_format=suggest_memory_format(x))
+
+
+def take(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """A new tensor, also where the index is one number: torch's parts then select, which is a view."""
+    return aten.index.Tensor(x.reshape(-1), [indices])
 
 
 def unique(x: torch.Tensor, *how: bool, **named: bool) -> tuple[torch.Tensor, ...]:

@@ -18,6 +18,7 @@ MODULES = Seam("lower.MODULES")
 # (cx, target, args, kwargs, usual) -> the value of a call; ``usual()`` lowers it by its rule. The first one is used;
 # none: ``usual()``.
 CALLS = Seam("lower.CALLS")
+OUTPUTS = Seam("lower.OUTPUTS")  # (Lowering, Graph, the program's outputs) -> those to be used instead
 # () -> names: further ops that stay whole when a model is captured.
 WHOLE = Seam("lower.WHOLE")
 # (NestBuilder, View) -> Value: "argument", one number of the CPU's read on a GPU. None: its readers become calls.

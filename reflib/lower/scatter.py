@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from reflib.ir.expr import IntLike, expr, product
+from reflib.ir.expr import IntLike, Ref, expr, product
 from reflib.ir.program import View
 
 from . import accumulate
@@ -37,9 +37,19 @@ def scatter(cx: LoweringContext, start: View | None, shape: Sequence[IntLike], t
     fill(cx, out, start)
     k = NestBuilder(cx, shape)
     at, value = term(k)
-    k.store(out, value, at)
+    k.store(_with_indices(out, at), value, at)
     k.finish()
     return out
+
+
+def _with_indices(out: View, at: Sequence[IntLike]) -> View:
+    """``out``, whose index names what is read from memory in dimensions of size 1 also: that is why two points of the
+    loops may store at one place."""
+    read = [n == 1 and any(isinstance(a, Ref) for a in expr(c).atoms()) for n, c in zip(out.shape, at)]
+    shape, strides = (
+        tuple(expr(size) if one else n for n, one in zip(have, read)) for size, have in ((2, out.shape), (1, out.strides))
+    )
+    return replace(out, shape=shape, strides=strides)
 
 
 def _may_be_in_place(node: torch.fx.Node) -> bool:

@@ -49,6 +49,8 @@ class Symbols:
         if isinstance(value, int):
             return expr(int(value))
         if isinstance(value, torch.SymInt):
+            if value.node.hint == 1 and torch.fx.experimental.symbolic_shapes.statically_known_true(value == 1):
+                return expr(1)  # a guard says so, not its expression
             return self.from_sympy(value.node.expr, value.node.shape_env)
         raise Unsupported(f"{value!r} is not an integer")
 
