@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..ir import instructions
 from ..ir.expr import Atom, Expr, IntLike, Ref, Var, ceildiv, expr, nonneg
 from ..ir.loops import Load, LoopNest, Store
 from ..ir.program import Buffer, Extern, Node, View, map_tree
-from ..lower import indexing
 from .mapping import fresh
 from .slices import Write, coordinates
 
-LAUNCH = (10_000, indexing.LAUNCH)  # bytes that are moved while a kernel is started, by a CPU and by a GPU
+LAUNCH = (10_000, instructions.LAUNCH)  # bytes that are moved while a kernel is started, by a CPU and by a GPU
 
 
 def linear_view(buffer: str, index: Expr, axes: Sequence[Var | None], like: Buffer | View) -> View | None:

@@ -12,6 +12,7 @@ functions in which they differ, kernels' times on an H200: the geometric mean wi
 from .loops import Indirect, Load, LoopNest, Op, Stmt
 
 PER_BYTE = 6
+LAUNCH = 10_000_000  # bytes that are moved while a kernel is started
 LOAD, LOAD_VECTOR, POSITION = 8, 2, 4  # of what L2 or L1 has; of the same few elements; of a place that is computed
 
 # Instructions per element in float32, of sm_90's machine code with 8 elements per thread less that with 4.

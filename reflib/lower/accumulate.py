@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from reflib.ir.expr import Expr, IntLike, expr, product
+from reflib.ir.instructions import LAUNCH
 from reflib.ir.program import View, full_view
 
 from .body import NestBuilder, Scalar, Value, nest, where
 from .context import LoweringContext
-from .indexing import LAUNCH, axis, here_and_at, one_per_row
+from .indexing import axis, here_and_at, one_per_row
 from .rules import Unsupported, rule
 
 SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32} | {

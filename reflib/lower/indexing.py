@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from reflib.ir.expr import Expr, expr, floordiv, maximum, minimum, mod, nonneg
+from reflib.ir.instructions import LAUNCH
 from reflib.ir.loops import LoopNest
 from reflib.ir.ops import value_dtype
 from reflib.ir.program import View
@@ -19,7 +20,6 @@ from .rules import Unsupported, rule
 
 # Beyond this many, one compare per input and element costs more than a call of ATen's cat.
 MAX_CAT_INPUTS = 16
-LAUNCH = 10_000_000  # bytes that a GPU moves while a kernel is started
 RUN = 64  # bytes: of shorter rows, a store of their own touches as much as a copy would
 
 

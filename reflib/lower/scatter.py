@@ -46,10 +46,8 @@ def _with_indices(out: View, at: Sequence[IntLike]) -> View:
     """``out``, whose index names what is read from memory in dimensions of size 1 also: that is why two points of the
     loops may store at one place."""
     read = [n == 1 and any(isinstance(a, Ref) for a in expr(c).atoms()) for n, c in zip(out.shape, at)]
-    shape, strides = (
-        tuple(expr(size) if one else n for n, one in zip(have, read)) for size, have in ((2, out.shape), (1, out.strides))
-    )
-    return replace(out, shape=shape, strides=strides)
+    shape = tuple(expr(2) if one else n for n, one in zip(out.shape, read))
+    return replace(out, shape=shape, strides=tuple(expr(1) if one else n for n, one in zip(out.strides, read)))
 
 
 def _may_be_in_place(node: torch.fx.Node) -> bool:
