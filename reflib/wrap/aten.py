@@ -23,6 +23,7 @@ from ..errors import OptionError
 from ..ir.expr import Expr, Sym
 from ..ir.program import Buffer, Extern, View, full_view, symbols_in
 from ..lower.extern import OUT_VARIANTS
+from ..lower.views import REINTERPRET
 from .checks import own_results
 from .host import address
 from .python import py
@@ -151,7 +152,7 @@ class _Writer:
         out = []
         for i, (r, o) in enumerate(zip(returns, x.outputs)):
             kind, written = r.type.kind(), r.alias_info is not None and r.alias_info.is_write
-            if r.alias_info is not None and not written:
+            if r.alias_info is not None and not written and op not in REINTERPRET:
                 raise _Cannot  # a view of an argument
             if x.out is not None and op not in OUT_VARIANTS.values() and kind == "TensorType":
                 out.append(self._same(_results_of(x, self.printer.program.buffers)[i], i, op))
