@@ -7,7 +7,8 @@ _ROWS = "((torch.arange({a}.shape[{d}], device={a}.device) * 5 + {k}) % {a}.shap
 _SMALL = "{a}.nan_to_num(0, 9, -9).clamp(-9, 9)"
 
 POINTWISE = (
-    "torch.nan_to_num({a})", "{a}.frac()", "{a}.signbit()", "{a}.reciprocal()", "torch.sinc({a})", "{a}.logit(0.1)",
+    "torch.nan_to_num({a})", "{a}.frac()", "{a}.nan_to_num().signbit()", "{a}.reciprocal()", "torch.sinc({a})",
+    "{a}.logit(0.1)",
     "torch.xlogy({a}, {b})", "torch.logaddexp({a}, {b})", "torch.atan2({a}, {b})", "torch.copysign({a}, {b})",
     "torch.fmod({a}, {b})", "torch.remainder({a}, {b})", "{a} // {b}", "{a} % 3", "{a} // 2", "{a} / {b}",
     "torch.div({a}, {b}, rounding_mode='trunc')", "torch.pow({a}, 2)", "{a} ** 3", "{a}.abs() ** 0.5", "2 ** {a}",

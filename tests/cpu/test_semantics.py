@@ -1,4 +1,4 @@
-"""tests/semantics.py and stages.py on the CPU, and what only the CPU has."""
+"""tests/semantics.py, results.py and stages.py on the CPU, and what only the CPU has."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import reflib
+from tests.results import *  # noqa: F403
 from tests.semantics import *  # noqa: F403
 from tests.semantics import Compiled, randn
 from tests.stages import *  # noqa: F403

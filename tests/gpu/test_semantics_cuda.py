@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.results import *  # noqa: F403
 from tests.semantics import *  # noqa: F403
 from tests.semantics import Compiled, randn
 from tests.stages import *  # noqa: F403
