@@ -18,6 +18,9 @@ Parts = Callable[..., Any]
 def own_parts(table: Mapping[Any, Parts]) -> dict[Any, Parts]:
     """What replaces entries of torch's table (plugs into ``lower.PARTS``)."""
     means = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+    legit = "_native_batch_norm_legit"
+    norms = overloads("native_batch_norm", legit, f"{legit}_no_training", f"{legit}_functional")
+    log_sigmoid = aten.log_sigmoid_forward.default
     unpools = {aten.max_unpool2d.default: 2, aten.max_unpool3d.default: 3}
     return {
         **{op: partial(max_unpool, dims) for op, dims in unpools.items()},
@@ -25,6 +28,8 @@ def own_parts(table: Mapping[Any, Parts]) -> dict[Any, Parts]:
         **{op: partial(linspace, table[op]) for op in overloads("linspace") if op in table},
         **{op: partial(pixels, table[op]) for op in (aten.pixel_shuffle.default, aten.pixel_unshuffle.default)},
         aten.channel_shuffle.default: partial(channels, table[aten.channel_shuffle.default]),
+        **{op: partial(row_major, table[op], suggest_memory_format) for op in norms if op in table},
+        log_sigmoid: partial(row_major, table[log_sigmoid], lambda t: torch.contiguous_format),
         aten.take.default: take,
         aten._unique.default: unique,
         aten.stack.default: partial(stack, table[aten.stack.default]),
@@ -51,6 +56,12 @@ def channels(parts: Parts, x: torch.Tensor, groups: int) -> torch.Tensor:
     parts(x, groups)  # for its errors
     groups_first = x.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
     return groups_first.clone(memory_format=suggest_memory_format(x))
+
+
+def row_major(parts: Parts, order: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Eager's results on a CPU are contiguous, in ``order``; torch's parts keep any strides of ``x``."""
+    out = parts(x, *args, **kwargs)
+    return out if x.is_cuda else tuple(t.contiguous(memory_format=order(t)) for t in out)
 
 
 def take(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

@@ -354,6 +354,21 @@ def test_places_that_overlap_are_left_to_torch() -> None:
     check(fn, reflib.compile(fn, verify=True), BASE.clone())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
+def test_many_positions_of_a_dimension_of_one(dtype: torch.dtype) -> None:
+    """All of them name one place: which of the values is there is not known, as on eager's GPU."""
+    i = torch.tensor([0, -1, 0])
+
+    def fn(x: torch.Tensor) -> Any:
+        ways = [x.index_copy(1, i.abs() * 0, x.expand(-1, 3)), x.index_fill(1, i, 3)]
+        ways += [torch.ops.aten.index_put(x, [None, i], x[:, :1] * 2, accumulate) for accumulate in (False, True)]
+        return [*ways, x.t().scatter(0, i[:1, None].expand(1, 2).abs(), 4)]
+
+    x = torch.arange(5)[:, None].to(dtype)
+    check(fn, reflib.compile(fn, verify=True), x)
+    assert not calls(explained(fn, x, verify=True), "index_put")
+
+
 def reversed_at_last(x: torch.Tensor) -> torch.Tensor:
     """What is copied onto the input in the end are other elements of what was updated in place before."""
     x[:-1].index_copy_(0, torch.arange(len(x) - 1).flip(0), x[:-1].clone())
