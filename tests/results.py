@@ -59,13 +59,3 @@ def test_a_size_that_a_guard_says_is_one(device: str, dynamic: bool) -> None:
 
     compare(f, randn(3, device=device), dynamic=dynamic)
     compare(f, randn(3, 4, device=device), dynamic=dynamic)
-
-
-def test_results_that_eager_lays_out_anew(device: str) -> None:
-    """Whatever the strides of a batch norm's or logsigmoid's input are."""
-
-    def f(*xs: torch.Tensor) -> Any:
-        return [g(x) for x in xs for g in (F.logsigmoid, lambda x: F.batch_norm(x, None, None, training=True))]
-
-    last = randn(3, 4, 5, 2, device=device).to(memory_format=torch.channels_last)
-    compare(f, randn(5, 3, 4, device=device).permute(1, 2, 0), last, randn(2, 3, 4, device=device))

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import reflib
 from tests.results import *  # noqa: F403
 from tests.semantics import *  # noqa: F403
-from tests.semantics import Compiled, randn
+from tests.semantics import Compiled, compare, randn
 from tests.stages import *  # noqa: F403
 
 
@@ -70,3 +71,13 @@ def test_integers_divided_by_zero_are_an_error(divide):
             f(x, zero)
     kernels = reflib.explain(lambda x: fn(x, 3) + 1, x).kernels
     assert len(kernels) == 1, "a known divisor is computed in a kernel"
+
+
+def test_results_that_eager_lays_out_anew() -> None:
+    """Whatever the strides of a batch norm's or logsigmoid's input are."""
+
+    def f(*xs: torch.Tensor) -> list[torch.Tensor]:
+        return [g(x) for x in xs for g in (F.logsigmoid, lambda x: F.batch_norm(x, None, None, training=True))]
+
+    last = randn(3, 4, 5, 2, device="cpu").to(memory_format=torch.channels_last)
+    compare(f, randn(5, 3, 4, device="cpu").permute(1, 2, 0), last, randn(2, 3, 4, device="cpu"))
