@@ -105,6 +105,8 @@ OTHERS: dict[str, tuple[Callable[..., Any], tuple, dict[str, str]]] = {
                               "aten.rand": "dispatcher"}),
     "several results": (torch.linalg.svd, (torch.eye(4) * 2 + X[:4, :4] / 9,), {"aten._linalg_svd": "dispatcher"}),
     "a result nobody uses": (lambda a: a.topk(2)[0].sin(), (X,), {"aten.topk": "dispatcher"}),
+    "results that are views": (lambda a, z: ((a * 2).view(torch.int16), torch.view_as_real(z.sqrt()), z.sqrt().imag),
+                               (X, complex_(3)), {"aten.view.dtype": "dispatcher", "aten.view_as_real": "dispatcher"}),
     "a Scalar": (lambda a: torch.histc(a, 4), (X,), {"aten.histc": "Python"}),
     "a list of results": (lambda a: torch._foreach_exp([a, a]), (X,), {}),
 }  # fmt: skip
