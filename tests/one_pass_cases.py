@@ -168,7 +168,7 @@ SUMS = ("plain", "guarded", "weighted", "masked", "two", "kept", "noisy")
 def sum_case(kind: str, rows: Rows, dtype: torch.dtype, n: int, across: bool, config: Config, dynamic: bool) -> Case:
     """``out`` = sum of exp(x - max x); ``guarded``: an infinite maximum counts as 0; ``weighted``: times x^2;
     ``masked``: of the even columns; ``two``: also the weighted sum, less the minimum of max and 3; ``kept``: also a sum
-    that does need the maximum first; ``noisy``: times random words, whose sum and whose greatest are results too."""
+    that does need the maximum first; ``noisy``: times random words, which are a result, as their sum and greatest."""
     loops, b, v, case = _bed(dtype, rows(n, torch.Generator().manual_seed(n)), across, dynamic)
     i, j = loops.axes
     t = value_dtype(dtype)
@@ -189,6 +189,9 @@ def sum_case(kind: str, rows: Rows, dtype: torch.dtype, n: int, across: bool, co
     if kind == "noisy":
         first = b.reduce("argmax", noise, b.index(expr(j.var)), dtype=torch.int64)
         outs += [b.reduce("sum", noise, dtype=t), b.cast(first, t)]
+        b.store("words", expr(i.var) * j.size + expr(j.var), word)
+        case.tensors["words"] = torch.full((ROWS, n), 7, dtype=torch.int32)
+        case.shapes |= {"words": (i.size, j.size)} if dynamic else {}
     if kind == "two":
         lower = b.op("minimum", top, b.const(3, t))
         outs.append(b.reduce("sum", b.op("exp", b.op("sub", v, lower)), dtype=t))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._decomp.decompositions import upsample_compute_output_size
 from torch._prims_common import suggest_memory_format
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 aten = torch.ops.aten
 ABOVE = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
@@ -39,7 +40,7 @@ def whole() -> Iterator[None]:
                 changed._dispatch_cache.clear()
             for key in ABOVE:
                 op.default.py_kernels.pop(key, None)
-                op.vec.py_kernels[key] = partial(_sized, op.default)
+                op.vec.py_kernels[key] = partial(_sized, op.default, before[op.vec][key])
             gradient.py_kernels[torch._C.DispatchKey.Meta] = _like_input  # C++'s takes no symbolic sizes
         yield
     finally:
@@ -49,9 +50,12 @@ def whole() -> Iterator[None]:
             changed._dispatch_cache.clear()
 
 
-def _sized(op: Any, x: torch.Tensor, output_size: Any, *how: Any) -> torch.Tensor:
-    """The overload that takes a size or factors. how: ``align_corners``, if it has that, and the factors."""
+def _sized(op: Any, parts: Callable[..., Any], x: torch.Tensor, output_size: Any, *how: Any) -> torch.Tensor:
+    """The overload that takes a size or factors. how: ``align_corners``, if it has that, and the factors. What may be
+    empty is taken apart into ``parts`` by PyTorch: its checks of the whole op's sizes fail for that."""
     *corners, factors = how
+    if not statically_known_true(x.numel() != 0):
+        return parts(x, output_size, *how)
     size = upsample_compute_output_size(x.size(), output_size, factors)
     return op(x, size, *corners, *(factors or [None] * len(size)))
 

@@ -6,7 +6,7 @@ outside by ``scatter_rule``.
 
 The fill copies the tensor that is written to; ``in_place`` drops the copies that are not needed.
 
-**Sums of sums** are one. The gradient of what is read at several places (the corners of a bilinear interpolation, both
+**Sums of sums** are one. The gradient of what is read at several places (a table's rows by two lists of indices, both
 ends of a graph's edges) is a sum of tensors, each filled with zeros and added to::
 
     a[..] = 0;  a[i] += u;  b[..] = 0;  b[j] += v        a[..] = 0;  a[i] += u;  a[j] += v

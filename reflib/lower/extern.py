@@ -149,7 +149,8 @@ def has_effect(target: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         return isinstance(target, torch._ops.HigherOrderOperator)
     random, known = torch.Tag.nondeterministic_seeded in target.tags, enumerate(target._schema.arguments)
     given = {a.name: args[i] if i < len(args) else kwargs.get(a.name, a.default_value) for i, a in known}
-    return random and "philox_seed" not in given and given.get("dropout_p") != 0 or not target._schema.returns
+    drawn = "attention" not in target.name() or "philox_seed" not in given and given.get("dropout_p") != 0
+    return random and drawn or not target._schema.returns
 
 
 def _out_variant(cx: LoweringContext, target: Any, flat: list[Any]) -> tuple[Any, tuple[str, ...]] | None:

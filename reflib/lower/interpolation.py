@@ -41,17 +41,18 @@ CUBIC = -0.75
 def gradient(
     cx: LoweringContext, grad: View, output_size: Sequence[Any], input_size: Sequence[Any], *how: Any, **named: Any
 ) -> View:
-    """how: ``align_corners``, but of nearest, and the factor along each dimension, if they are given."""
+    """how: ``align_corners``, but of nearest, and the factor along each dimension, as far as they are given."""
     kind = next(k for k in KINDS if k in str(cx.node.target))
-    given, dims = [*how, *named.values()], len(output_size)
-    corners = kind in ("cubic", "linear") and bool(given.pop(0))
-    sizes = [(expr(n).constant, expr(size).constant) for n, size in zip(output_size, input_size[-dims:])]
+    names = [a.name for a in cx.node.target._schema.arguments[3:]]  # type: ignore[union-attr]
+    given = dict(zip(names, how)) | named
+    corners, factors = bool(given.get("align_corners")), [given.get(n) for n in names if n.startswith("scales")]
+    sizes = [(expr(n).constant, expr(size).constant) for n, size in zip(output_size, input_size[-len(factors) :])]
     if not all(n and size for n, size in sizes):
         raise Unsupported("library call")
     dtype = value_dtype(cx.dtype) if kind in ("cubic", "linear") else torch.float32
     along = [
         Resampling.of(kind, int(n), int(size), factor, corners, dtype)  # type: ignore[arg-type]
-        for (n, size), factor in zip(sizes, given or [None] * dims)
+        for (n, size), factor in zip(sizes, factors)
     ]
     return _gradient(cx, grad, along)
 

@@ -1,7 +1,7 @@
 """``grid_sample``: the input read at positions held in a tensor, between the elements around them.
 
 Interpolation as upsampling does it (``interpolate``) has no rule: torch takes it apart into reads at computed
-positions, which fuse to one kernel.
+positions, which fuse to one kernel. (Its gradient has: ``interpolation``.)
 """
 
 import itertools

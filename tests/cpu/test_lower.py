@@ -213,6 +213,9 @@ def test_random_ops_are_ordered_calls():
     flash, x = torch.ops.aten._scaled_dot_product_flash_attention, torch.rand(1, 1, 8, 8)
     assert has_effect(flash.default, (x, x, x, 0.1), {}) and has_effect(flash.default, (x, x, x), {"dropout_p": 0.1})
     assert not has_effect(flash.default, (x, x, x), {}) and not has_effect(flash.default, (x, x, x, 0.0, True), {})
+    noisy, tags = "test_lower::noisy", (torch.Tag.nondeterministic_seeded,)
+    torch.library.define(noisy, "(Tensor x, float sigma, float dropout_p=0.0) -> Tensor", tags=tags)
+    assert has_effect(torch.ops.test_lower.noisy.default, (x, 1.0), {})  # may draw others than dropout's
 
 
 def test_complex_and_reinterpreted_tensors_are_calls():

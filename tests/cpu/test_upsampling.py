@@ -47,6 +47,36 @@ def test_sizes_known_at_run_time() -> None:
     compare(lambda x: F.interpolate(x, scale_factor=2, mode="nearest"), grow, backward=True, dynamic=True)
 
 
+@pytest.mark.parametrize("factors", [{"scales_h": 1.3}, {"scales_w": 2.1}, {"scales_h": 1.3, "scales_w": 2.1}])
+@pytest.mark.parametrize("op", ["upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d"])
+@pytest.mark.sample(3)
+def test_factors_along_some_dimensions(op: str, factors: dict[str, float]) -> None:
+    how = {} if "nearest" in op else {"align_corners": False}
+    x = torch.randn(2, 3, 6, 5, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    compare(lambda x: getattr(torch.ops.aten, op)(x.sin(), [7, 11], **how, **factors), x, backward=True, dynamic=False)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear"])
+def test_no_image(mode: str) -> None:
+    x = torch.randn(0, 2, 3, 4).requires_grad_()
+    compare(lambda x: F.interpolate(x.sin(), scale_factor=2, mode=mode), x, backward=True, dynamic=False)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear"])
+def test_as_many_images_as_a_mask_keeps(mode: str) -> None:
+    def f(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        return F.interpolate(x[keep], scale_factor=2, mode=mode)
+
+    x = torch.randn(4, 2, 3, 4, generator=torch.Generator().manual_seed(4)).requires_grad_()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(f, backend="reflib", fullgraph=True)
+        for keep in ([True, False, True, True], [False] * 4):
+            y, expected = (g(x, torch.tensor(keep)) for g in (compiled, f))
+            torch.testing.assert_close(y, expected)
+            gradients = [torch.autograd.grad(t.square().sum(), x)[0] for t in (y, expected)]
+            torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("shape", [(4, 3), (4, 1), (3,), (1,)])
 def test_known_positions_in_inference(shape: tuple[int, ...]) -> None:
     def f(x: Any, v: Any) -> Any:
