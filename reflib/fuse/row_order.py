@@ -14,11 +14,11 @@ store in pieces. ``schedule`` takes the cheapest order of the axes that there ar
 
 from dataclasses import replace
 
-from ..ir.expr import Atom, IntLike, Var, expr, floordiv, mod
+from ..ir.expr import Var
 from ..ir.loops import Axis, LoopNest, Scan
 from ..ir.program import Program
 from ..ir.traffic import CLOSE, LANES, Access, accesses, cheapest_last, neighbours
-from ..ir.transforms import substitute
+from ..ir.transforms import substitute, unflattened
 from ..options import Options
 from ..target import Target
 from .result import Fused
@@ -50,13 +50,9 @@ def one_axis(loops: LoopNest, program: Program) -> LoopNest:
     suits = all(a.sectors(neighbours(order, LANES)) <= CLOSE * _least(a, loops.reduced) for a in along)
     if not along or not suits or order == cheapest_last(loops.reduced, accesses(loops.body, program.buffers)):
         return loops
-    row, env = Var("row", loops.rnumel), dict[Atom, IntLike]()
-    rest = expr(row)
-    for a in order[:0:-1]:
-        env[a.var] = mod(rest, a.size)
-        rest = floordiv(rest, a.size)
-    env[order[0].var] = rest
-    return replace(loops, axes=(*loops.parallel, Axis(row, "r")), body=substitute(loops.body, env))
+    row = Var("row", loops.rnumel)
+    body = substitute(loops.body, unflattened(order, row))
+    return replace(loops, axes=(*loops.parallel, Axis(row, "r")), body=body)
 
 
 def _varies(a: Access, axes: tuple[Axis, ...]) -> bool:

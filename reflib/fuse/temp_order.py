@@ -16,11 +16,12 @@ their nodes read and what reads them decides, by bytes.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..ir.expr import Expr, Var, expr
 from ..ir.loops import Load, LoopNest, Store
-from ..ir.program import Node, Program, View
+from ..ir.program import Buffer, Node, Program, View
 from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies
@@ -78,10 +79,7 @@ def _chains(program: Program, d: Dependencies) -> dict[str, View]:
         if (best := _voted(program, d, group)) is not None:
             for name in group:
                 b = program.buffers[name]
-                strides, step = list(b.strides), expr(1)
-                for k in sorted(range(len(b.shape)), key=lambda k: (k != best, b.strides[k].hint())):
-                    strides[k], step = step, step * b.shape[k]
-                out[name] = View(name, b.shape, tuple(strides), expr(0), b.dtype)
+                out[name] = _dense(b, sorted(range(len(b.shape)), key=lambda k: (k != best, b.strides[k].hint())))
     return out
 
 
@@ -98,17 +96,23 @@ def _voted(program: Program, d: Dependencies, group: list[str]) -> int | None:
         found = (_inner(s.index, axes) for s in node.loads() if s.buffer not in group)
         votes.update({dims.index(v): b.dtype.itemsize for v in found if v is not None})
         readers = [n for i in d.readers[name] if isinstance(n := program.nodes[i], LoopNest)]
-        totals = {t for n in readers if n.reduced for t in n.writes()}
+        normed = _normed(readers)
         for n in readers:
             own = n.reduced_vars if n.reduced else [_inner(s.index, [a.var for a in n.axes]) for s in n.stores()]
             for s in n.loads():
                 if s.buffer == name and not set(n.writes()) & set(group):
                     at = [k for k, c in enumerate(coordinates(s.index, b) or ()) if c.atom in own]
                     votes.update(dict.fromkeys(at, b.dtype.itemsize))
-                    rows.update(at if n.reduced and any(not totals.isdisjoint(m.reads()) for m in readers) else ())
+                    rows.update(at if n.reduced and normed else ())
     inner = next(k for k, s in enumerate(program.buffers[group[0]].strides) if s == 1)
     best = max(votes, key=lambda k: votes[k], default=inner)
     return None if votes[best] <= votes[inner] or rows - {best} else best
+
+
+def _normed(readers: Sequence[Node]) -> bool:
+    """Does one of them read what another one reduces?"""
+    totals = {t for n in readers if isinstance(n, LoopNest) and n.reduced for t in n.writes()}
+    return any(not totals.isdisjoint(n.reads()) for n in readers)
 
 
 def _dimensions(program: Program, d: Dependencies, position: int, node: Node) -> tuple[Var | None, ...] | None:
@@ -136,13 +140,17 @@ def _ordered(program: Program, d: Dependencies, position: int, node: LoopNest) -
         return None
     name = node.stores()[0].buffer
     b, readers = program.buffers[name], [program.nodes[i] for i in d.readers.get(name, ())]
-    totals = {t for n in readers if isinstance(n, LoopNest) and n.reduced for t in n.writes()}
-    if any(not totals.isdisjoint(n.reads()) for n in readers):
+    if _normed(readers):
         return None
-    strides, step = [expr(1)] * len(dims), expr(1)
-    for n in sorted(range(len(dims)), key=lambda n: (order.get(dims[n], -1), -n)):  # type: ignore[arg-type]
+    return _dense(b, sorted(range(len(dims)), key=lambda n: (order.get(dims[n], -1), -n)))  # type: ignore[arg-type]
+
+
+def _dense(b: Buffer, order: Sequence[int]) -> View:
+    """``b`` without gaps, its dimensions in this order in memory, the innermost first."""
+    strides, step = [expr(1)] * len(b.shape), expr(1)
+    for n in order:
         strides[n], step = step, step * b.shape[n]
-    return View(name, b.shape, tuple(strides), expr(0), b.dtype)
+    return View(b.name, b.shape, tuple(strides), expr(0), b.dtype)
 
 
 def _order(program: Program, node: LoopNest, store: Store) -> dict[Var, int] | None:

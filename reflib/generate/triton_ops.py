@@ -65,7 +65,8 @@ def print_op(needs: Needs, op: str, dtype: torch.dtype, source: torch.dtype, arg
     if op == "exp":
         return _exp(needs, args[0], source, exact)
     if op == "rsqrt" and exact and source == torch.float32:  # tl.rsqrt takes a denormal for 0; eager's does this
-        return "tl.rsqrt({0} * {1}2.0**64, 1.0)) * {1}2.0**32, 1.0)".format(args[0], f"tl.where({args[0]} < 1e-30, ")
+        x, small = args[0], f"{args[0]} < 1e-30"
+        return f"tl.rsqrt({x} * tl.where({small}, 2.0**64, 1.0)) * tl.where({small}, 2.0**32, 1.0)"
     if op in ("erf", "tanh") and not exact and source == torch.float32 and "forms" in CHEAP:
         return f"{needs.helper(op + '_half')}({args[0]})"
     if op in _LIBDEVICE:

@@ -183,6 +183,14 @@ def _one_for_two(exprs: set[Expr], outer: Axis, inner: Axis, both: Var, divided:
     return env if all(divisions(e.subs(env)) <= divisions(e) for e in others) else None
 
 
+def unflattened(axes: Sequence[Axis], v: Var) -> Env:
+    """The variables of ``axes``, the last one innermost, in terms of ``v``, which counts the points of all of them."""
+    env, rest = dict[Atom, IntLike](), expr(v)
+    for a in axes[:0:-1]:
+        env[a.var], rest = mod(rest, a.size), floordiv(rest, a.size)
+    return env | {a.var: rest for a in axes[:1]}
+
+
 def divisions(e: Expr) -> int:
     return sum(isinstance(a, BinOp) for a in e.atoms())
 

@@ -15,7 +15,8 @@ atomically; those of half types in the half type.) Sizes that are not known are 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ class Resampling:
             low, high = int(distance.min()), int(distance.max())
         # a multiply-add rounds once, so the first or last reader may read the input beside (nearest has none)
         slack = int(kind in ("cubic", "linear") and not (_dyadic(scale) and _dyadic(n / size)))
-        return Resampling(kind, n, size, scale, corners, dtype, slack - low, high - low + 1 + 2 * slack)
+        return replace(r, back=slack - low, count=high - low + 1 + 2 * slack)
 
     def taps(self, i: Any) -> list[tuple[Any, Any]]:
         """(position, weight) of the inputs that output ``i`` reads; i: a Tensor or a Value of ``dtype``."""
@@ -122,12 +123,10 @@ class Resampling:
 def _gradient(cx: LoweringContext, grad: View, dimensions: list[Resampling]) -> View:
     first, out = len(grad.shape) - len(dimensions), cx.out()
     todo = {first + d: r for d, r in enumerate(dimensions)}
-    elements = 1
-    for r in dimensions:
-        elements *= r.count
+    at_once = prod(r.count for r in dimensions) <= AT_ONCE
     x, shape = grad, list(grad.shape)
     while todo:
-        some = dict(todo) if elements <= AT_ONCE else dict([next(iter(todo.items()))])
+        some = dict(todo) if at_once else dict([next(iter(todo.items()))])
         for d in some:
             shape[d] = expr(todo.pop(d).size)
         x = _summed(cx, x, _laid_out_like(cx, out, shape) if todo else out, some)

@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from ..ir.expr import Atom, BinOp, Expr, IntLike, Var, expr, floordiv, mod, product
+from ..ir.expr import Atom, BinOp, Expr, IntLike, Var, product
 from ..ir.loops import Axis, Load, LoopNest, Reduce, Stmt, Store
 from ..ir.program import Buffer
 from ..ir.traffic import Access, accesses, cheapest_last, cost, cost_of_order
-from ..ir.transforms import drop_unit_axes, merge_axes, substitute
+from ..ir.transforms import drop_unit_axes, merge_axes, substitute, unflattened
 
 TILE = 64  # points of a side
 MIN_TILE = 8  # a shorter side costs less read out of order than tiled
@@ -113,11 +113,7 @@ def _linear(loops: LoopNest, mode: str, **letters: Sequence[Axis]) -> Space:
         if letter == "z" and not axes:
             continue
         made[letter] = Var(letter, product(a.size for a in axes))
-        rest = expr(made[letter])
-        for a in axes[:0:-1]:
-            env[a.var] = mod(rest, a.size)
-            rest = floordiv(rest, a.size)
-        env |= {a.var: rest for a in axes[:1]}
+        env |= unflattened(axes, made[letter])
     return Space(mode, substitute(loops.body, env), **made)
 
 
