@@ -44,7 +44,8 @@ def test_shuffled_tensors_are_new_and_lie_as_eagers_do(device: str, fn: Callable
     shapes = [(2, 4, 4, 6), (5, 4, 2, 2), (4, 4, 4)]
     for n in (1, 2, 4) if fn is F.channel_shuffle else (1, 2):
         xs = [randn(*shape, device=device) for shape in shapes]
-        xs += [xs[0].to(memory_format=torch.channels_last), xs[1].mT]
+        xs.append(xs[0].to(memory_format=torch.channels_last))
+        xs += [xs[1].mT] if fn is not F.channel_shuffle else []  # (eager views it: 2.11 raises on a GPU)
         compare(lambda *xs, n=n: [fn(x, n) for x in xs], *xs)
 
 
