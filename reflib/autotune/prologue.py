@@ -30,6 +30,7 @@ NB: TorchInductor fuses prologues while it schedules (``prologue_fusion``, first
 template that has won, by a rule on the bytes that are read.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,15 +54,17 @@ COMPUTED = {"a": "computed_a", "b": "computed_b"}  # what the operands' buffers 
 
 def with_prologues(program: Program, measured: bool = True) -> Program:
     """Every matmul with the variant that computes its operands, where that may be done, and may be chosen: unmeasured,
-    only a product of few rows or columns (``cannot_lose``). Assumes a legal order, and that nothing is fused."""
+    only operands that few rows or columns of the other are multiplied with (``cannot_lose``). Assumes a legal order,
+    and that nothing is fused."""
     depends: Dependencies | None = None
     nodes = list(program.nodes)
     for i, node in enumerate(nodes):
         if not isinstance(node, Choice) or (t := _template(node)) is None:
             continue
-        if measured or any(map(_few, t.sizes[1:3])):
+        _, m, n, _ = t.sizes
+        if operands := [name for name, again in (("a", n), ("b", m)) if measured or _few(again)]:
             depends = depends or dependencies(program)
-            if (computing := _computing(program, depends, i, t)) is not None:
+            if (computing := _computing(program, depends, i, t, operands)) is not None:
                 at = next(j for j, v in enumerate(node.variants) if t in v.nodes)
                 made = replace(node.variants[at], name=NAME, nodes=(computing,))
                 nodes[i] = replace(node, variants=(*node.variants[: at + 1], made, *node.variants[at + 1 :]))
@@ -73,10 +76,12 @@ def _template(choice: Choice) -> Template | None:
     return next((n for n in found if isinstance(n, Template) and n.tiling is None and not n.closed), None)
 
 
-def _computing(program: Program, depends: Dependencies, position: int, t: Template) -> Template | None:
-    """``t`` with the operands computed that may be; None if none may."""
+def _computing(
+    program: Program, depends: Dependencies, position: int, t: Template, operands: Sequence[str]
+) -> Template | None:
+    """``t`` with those of the operands computed that may be; None if none may."""
     made, origins = t, list[Origin]()
-    for name in ("a", "b"):
+    for name in operands:
         v: View = getattr(t, name)
         found = _Chain(program, depends, position, v).nest(COMPUTED[name])
         if found is None or set(found.reads()) & set(t.writes()) or t.a.buffer == t.b.buffer:

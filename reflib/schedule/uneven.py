@@ -34,12 +34,14 @@
   half of the multiprocessors' threads are there: nothing else hides what a thread waits for.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
+from ..fuse.decided import integer
 from ..ir.expr import Atom, BinOp, Sym, Var, expr
-from ..ir.loops import Reduce, Scan, Store
+from ..ir.loops import Op, Reduce, Scan, Stmt, Store
 from ..ir.program import Config
 from ..ir.traffic import LANES, SECTOR, WARP, Access, accesses, cost
 from ..ir.transforms import needed, phases
@@ -161,7 +163,7 @@ def _pointwise(config: Config, t: Any, moved: list[Access], target: Target) -> C
     elif not all(_in_pieces(a, inner) for a in moved if not a.loaded):
         most = PIECE * threads
     most = min(config.xblock, most)
-    masked = {s.index for s in t.space.loads if s.mask is not None}
+    masked = {s.index for s in t.space.loads if s.mask is not None and not _alike(t.space.body, s.mask, inner)}
     single = [a for a in moved if not a.loaded and (a.index in masked or not _in_pieces(a, inner))]
     near = [a for a in single if not _apart(a, inner) and a.sectors({inner: WARP}) * SECTOR >= WARP * a.itemsize]
     piece = LANE // max((a.itemsize for a in near), default=LANE)
@@ -230,6 +232,17 @@ def _memory(t: Any) -> float:
 def _in_pieces(a: Access, v: Var) -> bool:
     """Are points along ``v`` next to each other in aligned pieces of 16 bytes?"""
     return all(_whole(m, c, v, READ_BYTES // max(2, a.itemsize)) for m, c in a.index.terms)
+
+
+def _alike(body: Sequence[Stmt], mask: int, v: Var) -> bool:
+    """Does this condition hold for all or for none of each ``PIECE`` neighbours along ``v``, of an aligned piece?"""
+    s = body[mask]
+    if not isinstance(s, Op) or s.op not in ("and", "or", "not", "lt", "ge"):
+        return False
+    if s.op in ("and", "or", "not"):
+        return all(_alike(body, arg, v) for arg in s.args)
+    sides = [integer(body[arg]) for arg in s.args]
+    return all(e is not None and all(_whole(*term, v, PIECE) for term in e.terms) for e in sides)
 
 
 def _whole(m: tuple[Atom, ...], c: int, v: Var, lane: int) -> bool:

@@ -48,6 +48,17 @@ def test_aligned_rows_fill_their_warps(seed: int) -> None:
     assert config.reduction == "persistent" and 8 <= per_thread <= 64
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_parts_that_end_where_pieces_do_are_read_in_pieces(seed: int) -> None:
+    """Their conditions hold for all of a piece or none: 16 bytes per load, where each element had one of its own."""
+    a, b, c = (8 * random.Random(f"{seed} {n}").randrange(3, 100) for n in range(3))
+    fn = lambda x, y, z: torch.cat([x.relu(), y * 2, z + 1], -1)  # noqa: E731
+    ((config, source),) = launches(explained(fn, half(9000, a), half(9000, b), half(9000, c)))
+    assert "max_contiguous" not in source and config.xblock >= 8 * 32 * config.num_warps
+    ((_, source),) = launches(explained(fn, half(9000, a), half(9000, b - 4), half(9000, c)))
+    assert "max_contiguous" in source
+
+
 def test_neighbours_of_a_stride_are_not_given_to_one_thread() -> None:
     strided, dense = (
         launches(explained(lambda x, s=s: F.max_pool2d(x, 2, s), half(8, 32, 64, 64)))[0][0] for s in (2, 1)
