@@ -42,7 +42,7 @@ SCRATCH = 128  # bytes of global memory for a descriptor
 _EMPTY = ("empty", "new_empty")
 _AMD = ("waves_per_eu", "matrix_instr_nonkdim", "kpack")  # settings that other GPUs do not have
 # Given at a launch (or by @triton.heuristics, which win), or by a configuration; else:
-_SETTINGS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "maxnreg": None}
+_SETTINGS: dict[str, Any] = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "maxnreg": None}
 Piece = str | int
 
 
@@ -194,21 +194,19 @@ class KernelCall:
         settings = _settings(asked)
         self.text = KernelText(self.function.__name__)
         function = self.text.function(self.function)
-        call = tuple(
-            (f"{n}=", *self.argument(p, n, given[n])) for n, p in own.items() if n in given
-        )
+        call = tuple((f"{n}=", *self.argument(p, n, given[n])) for n, p in own.items() if n in given)
         source = str(self.text)
         self.scratch += SCRATCH * source.count("make_tensor_descriptor(")
         self.scratch *= dict(settings).get("num_ctas", 1)
         target = UserKernel(function, source, call, warps, stages, self.scratch, settings)
         sizes = tuple(expr(g) for g in grid)
         self._check_grid(sizes)
-        return Extern(
-            name, target, tuple(self.values), (("grid", sizes),), (), written, origins=(self.cx.origin,)
-        )
+        return Extern(name, target, tuple(self.values), (("grid", sizes),), (), written, origins=(self.cx.origin,))
 
     def _check_grid(self, sizes: tuple[Expr, ...]) -> None:
         """CUDA's limits, where the sizes are known. (Our launcher has room for fewer programs in the last axis.)"""
+        if not sizes:
+            raise LoweringError(f"the Triton kernel {self.cx.origin.op} has a grid of no sizes: give it one to three")
         for axis, (size, most) in enumerate(zip(sizes, (2**31 - 1, 2**16 - 1, 2**16 - 1))):
             if size.constant is not None and not 0 <= size.constant <= most:
                 name = self.cx.origin.op
