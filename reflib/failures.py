@@ -109,7 +109,11 @@ def of_command(command: Sequence[str], exit: int, message: str) -> str:
 
 def of_kernel(name: str, source: str, arch: str, error: Exception, by_hand: str = "") -> str:
     """Of Triton or ptxas: ``error``, which it raised. by_hand: a program that compiles the kernel again."""
-    message = f"{type(error).__name__}: {error}".rstrip()
+    message, cause = f"{type(error).__name__}: {error}".rstrip(), error
+    while cause.__cause__ is not None:  # (of a function that is called, Triton's error says only where)
+        cause = cause.__cause__  # type: ignore[assignment]
+    if (reason := str(cause).strip().splitlines()[-1:]) and reason[0] not in message:
+        message += f"\n{reason[0]}"
     files, line, shown = {f"{name}.py": by_hand or source}, _line(source, error), source
     run = f"{shlex.quote(sys.executable)} {name}.py"
     words, ptx = _assembler(message)

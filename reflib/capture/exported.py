@@ -14,6 +14,7 @@ import torch
 from torch._functorch import config
 
 from ..errors import CaptureError
+from .advice import first_lines
 from .copies import copied
 from .graph import Graph, ranges_of
 from .launch_checks import check_kept
@@ -59,12 +60,13 @@ def _functional(program: Any, decompositions: dict) -> Any:
         made = program.run_decompositions(decompositions, decompose_custom_triton_ops=gpu)
         check_kept(program.graph_module, made.graph_module)
         return made
-    except AssertionError as e:  # all that torch says
+    except AssertionError as e:
         tensors = {n: t for n, t in program.state_dict.items() if isinstance(t, torch.Tensor) and t.data_ptr()}
         places = [t.untyped_storage().data_ptr() for t in tensors.values()]
         shared = ", ".join(n for n, at in zip(tensors, places) if places.count(at) > 1) or "two arguments"
         what = f"it writes to tensors that share memory with others ({shared}): give each memory of its own"
-        raise CaptureError(f"torch.export cannot make the program functional; most likely {what}") from e
+        why = f"torch.export cannot make the program functional ({first_lines(e)})"
+        raise CaptureError(f"{why}; most likely {what}") from e
 
 
 def _writes(program: Any) -> None:

@@ -218,8 +218,8 @@ def _traced(
 
     with triton_of_gpu(recorded=True):  # launches become nodes, whatever is there: lowering says where they cannot run
         graph = _make_fx(copy, flat, fakes)
-        if _mutating(graph):
-            graph = _make_fx(copy, torch.func.functionalize(flat, remove="mutations"), fakes)
+        if _mutating(graph):  # (decompositions write in place too)
+            graph = _make_fx(copy, torch.func.functionalize(graph, remove="mutations"), fakes)
     if op := _mutating(graph):
         raise Refused("unsupported", f"it writes to one of its arguments, or to a tensor that it keeps ({op})")
     graph.graph.eliminate_dead_code()
@@ -239,7 +239,9 @@ def _make_fx(copy: SizesCopy, fn: Callable[..., Any], fakes: list[Any]) -> torch
 
     tracer = make_fx(fn, decomposition_table=decompositions(), tracing_mode="real")
     no_autocast = torch._C._DisableAutocast()
-    with tracing(TracingContext(copy.mode)), no_autocast, copy.mode, torch.no_grad(), enable_python_dispatcher():
+    # (What is compiled in it by another backend would run, with these tensors that have no memory.)
+    eager = torch.compiler.set_stance("default", force_backend="eager")
+    with eager, tracing(TracingContext(copy.mode)), no_autocast, copy.mode, torch.no_grad(), enable_python_dispatcher():
         try:
             return tracer(*fakes)
         except GuardOnDataDependentSymNode as e:

@@ -41,7 +41,8 @@ CLUSTER = 8  # thread blocks
 SCRATCH = 128  # bytes of global memory for a descriptor
 _EMPTY = ("empty", "new_empty")
 _AMD = ("waves_per_eu", "matrix_instr_nonkdim", "kpack")  # settings that other GPUs do not have
-_SETTINGS = ("num_ctas", "maxnreg")  # given at a launch, or by a configuration
+# Given at a launch (or by @triton.heuristics, which win), or by a configuration; else:
+_SETTINGS: dict[str, Any] = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "maxnreg": None}
 Piece = str | int
 
 
@@ -113,7 +114,8 @@ def _choice(
     made: dict[str, Variant] = {}
     failed: list[tuple[str, str, str]] = []
     for config, sizes in zip(configs, grid, strict=True):
-        title = ", ".join(f"{k}={v}" for k, v in config.all_kwargs().items() if k != "num_ctas" or v != 1)
+        named = config.all_kwargs() | config.kwargs
+        title = ", ".join(f"{k}={v}" for k, v in named.items() if k != "num_ctas" or v != 1)
         try:
             made[title] = Variant(title, (*copies, call.extern(f"{name}_launch", config, sizes, buffers)))
         except Unsupported as e:
@@ -185,28 +187,26 @@ class KernelCall:
         own = {p.name: p for p in self.function.params}
         # (Triton passes a default as a number of a type; in a call it would be a constant, which has the other's type.)
         given |= {n: v for n, v in defaults(self.function, given).items() if not own[n].is_constexpr}
-        asked = {n: getattr(config, n, None) for n in _SETTINGS} | {n: given[n] for n in _SETTINGS if n in given}
+        asked = {n: given.get(n, getattr(config, n, value)) for n, value in _SETTINGS.items()}
         if unknown := [n for n in given if n not in own and n not in (*_AMD, *_SETTINGS)]:
             raise Unsupported(f"the setting {unknown[0]}")
+        warps, stages = int(asked.pop("num_warps")), int(asked.pop("num_stages"))
         settings = _settings(asked)
         self.text = KernelText(self.function.__name__)
         function = self.text.function(self.function)
-        call = tuple(
-            (f"{n}=", *self.argument(p, n, given[n])) for n, p in own.items() if n in given
-        )
+        call = tuple((f"{n}=", *self.argument(p, n, given[n])) for n, p in own.items() if n in given)
         source = str(self.text)
         self.scratch += SCRATCH * source.count("make_tensor_descriptor(")
         self.scratch *= dict(settings).get("num_ctas", 1)
-        warps, stages = (config.num_warps, config.num_stages) if config is not None else (4, 3)
         target = UserKernel(function, source, call, warps, stages, self.scratch, settings)
         sizes = tuple(expr(g) for g in grid)
         self._check_grid(sizes)
-        return Extern(
-            name, target, tuple(self.values), (("grid", sizes),), (), written, origins=(self.cx.origin,)
-        )
+        return Extern(name, target, tuple(self.values), (("grid", sizes),), (), written, origins=(self.cx.origin,))
 
     def _check_grid(self, sizes: tuple[Expr, ...]) -> None:
         """CUDA's limits, where the sizes are known. (Our launcher has room for fewer programs in the last axis.)"""
+        if not sizes:
+            raise LoweringError(f"the Triton kernel {self.cx.origin.op} has a grid of no sizes: give it one to three")
         for axis, (size, most) in enumerate(zip(sizes, (2**31 - 1, 2**16 - 1, 2**16 - 1))):
             if size.constant is not None and not 0 <= size.constant <= most:
                 name = self.cx.origin.op

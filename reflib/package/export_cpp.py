@@ -27,6 +27,7 @@ from ..wrap.convention import Argument
 from ..wrap.cpp import DTYPES
 from . import archive, manifest
 from .architectures import capability
+from .checks import WEIGHTS
 from .manifest import Manifest, PackagedVariant, Signature
 
 RUNTIME = Path(__file__).with_name("cpp")
@@ -118,7 +119,7 @@ def _sizes(p: Signature) -> dict[str, int]:
 # -- the files --------------------------------------------------------------------------------------------------
 class _Project:
     """The files of a project: ``files()``, by name. Those of machine code: ``images`` for GPUs, by member their number;
-    ``libraries`` for CPUs, by member their new name."""
+    ``beside`` the library (for CPUs, and the weights), by member their new name, that no other project's file has."""
 
     def __init__(self, name: str, file: archive.Archive, m: Manifest, variants: Sequence[PackagedVariant]):
         self.file, self.m, self.variants = file, m, variants
@@ -127,11 +128,11 @@ class _Project:
         self.texts = {a.text: bytes(file.view(a.text)) for a in variants}
         self.wrappers = {a.text: a.arch for a in reversed(variants)}  # by text, the first variant's name
         self.images: dict[str, int] = {}
-        self.libraries: dict[str, str] = {}
+        self.beside: dict[str, str] = {}
         for variant in variants:
             for k in variant.kernels:
                 if k.image.endswith(".so"):
-                    self.libraries.setdefault(k.image, f"kernels/{self.name}_kernels_{variant.arch}.so")
+                    self.beside.setdefault(k.image, f"kernels/{self.name}_kernels_{variant.arch}.so")
                 else:
                     self.images.setdefault(k.image, len(self.images))
         called = [t.decode().partition("/* Called from above, in Python:")[0] for t in self.texts.values()]
@@ -139,6 +140,8 @@ class _Project:
         self.gpu = variants[0].arch != "cpu"
         self.text = next((a for a in variants if a.arch == "ptx"), None)
         self.weights = self._weights()
+        if self.weights:
+            self.beside[WEIGHTS] = f"{self.name}_weights.safetensors"
         self.sizes = _sizes(self.program)
 
     def files(self) -> dict[str, bytes | memoryview]:
@@ -154,10 +157,8 @@ class _Project:
             out[self._wrapper(text)] = data
         for member in self.images:
             out[member] = self.file.view(member)
-        for member, name in self.libraries.items():
+        for member, name in self.beside.items():
             out[name] = self.file.view(member)
-        if self.weights:
-            out["weights.safetensors"] = self.file.view("weights.safetensors")
         if self.images:
             out["kernels.S"] = self._assembly().encode()
         if self.text is not None:
@@ -202,8 +203,7 @@ class _Project:
                 named = f" COMPILE_DEFINITIONS reflib_call={self.entry(a)}" if several else ""
                 entries.append(f"set_source_files_properties({self._wrapper(a.text)} PROPERTIES\n"
                                f'  COMPILE_OPTIONS "-fwrapv;-fno-strict-aliasing"{named})')  # fmt: skip
-        beside = [*self.libraries.values(), *(["weights.safetensors"] if self.weights else [])]
-        copies = "".join(f"\n    ${{CMAKE_CURRENT_SOURCE_DIR}}/{name}" for name in beside)
+        copies = "".join(f"\n    ${{CMAKE_CURRENT_SOURCE_DIR}}/{name}" for name in self.beside.values())
         return _filled("CMakeLists.txt", {
             "NAME": self.name, "TENSORS": tensors, "SOURCES": "".join(f"  {s}\n" for s in sources).rstrip("\n"),
             "ENTRIES": "\n".join(entries),
@@ -211,7 +211,7 @@ class _Project:
             "TORCH": "include(torch.cmake)\n" if self.aten else "",
             "BESIDE": "# Files that the library opens beside itself.\nadd_custom_command(TARGET ${MODEL} POST_BUILD "
             f"COMMAND ${{CMAKE_COMMAND}} -E copy_if_different{copies}\n    $<TARGET_FILE_DIR:${{MODEL}}>)"
-            if beside else "",
+            if copies else "",
         })  # fmt: skip
 
     def _readme(self) -> str:
@@ -293,7 +293,7 @@ class _Tables:
         fields = [
             _table("variants", map(self._variant, self.project.variants)),
             f"{_list(cuda)}, {text},  // capability and shared memory: of machine code, of assembly text",
-            f"{size},  // bytes of the weights",
+            f"{_text(self.project.beside.get(WEIGHTS, ''))}, {size},  // the weights' file, its bytes",
             _table("spans: start, bytes", spans),
             _table("weights: name, dtype, on a GPU?, span, offset, sizes, strides", weight_rows),
             _table("arguments: name, kind, dtype, on a GPU?, sizes, strides",
@@ -348,7 +348,7 @@ class _Tables:
     def _kernel(self, name: str, k: manifest.KernelEntry | None) -> str:
         if k is None:  # for an empty tensor
             return "{" + f"{_text(name)}, nullptr, nullptr, nullptr, 0, 0, false, false, true" + "}"
-        library = self.project.libraries.get(k.image)
+        library = self.project.beside.get(k.image)
         image = "nullptr" if library else f"image_{self.project.images[k.image]}"
         where = f"{image}, {_text(Path(library).name) if library else 'nullptr'}"
         flags = ", ".join(map(_flag, (k.early, k.checked, k.late)))
@@ -366,7 +366,7 @@ class _Tables:
             at = f"{used[w.span]}, {w.offset}, {_list(w.shape)}, {_list(w.strides)}"
             out.append(f"{{{_text(name)}, {_dtype(w.dtype)}, {_flag(on_gpu)}, {at}}}")
         spans = [self.m.spans[i] for i in used]
-        size = self.project.file.entries["weights.safetensors"].size
+        size = self.project.file.entries[WEIGHTS].size
         return out, [f"{{{s.start}, {s.size}}}" for s in spans], size
 
     def _argument(self, a: Argument) -> str:

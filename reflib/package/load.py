@@ -144,16 +144,18 @@ class Model:
         """New values for parameters and buffers, by name: copied into the loaded tensors, so what shares memory changes
         together, the file does not, and later calls use them. The caller's tensors are not kept.
 
-        check_full_update: each name of ``get_constant_fqns()`` must be given. Raises PackageError, before anything is
-        copied, for a name that the model has not, a missing one, and a tensor of other sizes or dtype.
+        check_full_update: each of ``get_constant_fqns()`` must be given (a tied one once). Raises PackageError, before
+        anything is copied, for a name that the model has not, a missing one, and a tensor of other sizes or dtype.
         """
         held = {name: self._state[name] for name in self.get_constant_fqns()}
         if unknown := sorted(constants.keys() - held.keys()):
             near = ", ".join(difflib.get_close_matches(unknown[0], held, 3, 0)) or "none"
             raise PackageError(f"{self.path.name} has no parameter or buffer {unknown[0]!r}; it has {near}")
-        if check_full_update and (missing := sorted(held.keys() - constants.keys())):
-            more = "; check_full_update=False updates a part"
-            raise PackageError(f"{self.path.name} also has {', '.join(missing[:5])}, which is not given{more}")
+        place = {name: (t.data_ptr(), t.shape, t.stride()) for name, t in held.items()}  # (tied: the same)
+        missing = ", ".join(sorted(n for n in held if place[n] not in {place[name] for name in constants})[:5])
+        if missing and check_full_update:
+            way = "check_full_update=False updates a part"
+            raise PackageError(f"{self.path.name} also has {missing}, which is not given; {way}")
         for name, value in constants.items():
             if _described(value) != _described(held[name]):
                 raise PackageError(f"{name} is {_described(held[name])}; given is {_described(value)}")

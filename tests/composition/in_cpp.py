@@ -69,7 +69,7 @@ def _built(folder: Path, libraries: Sequence[str]) -> Path:
     linked = ["-Wl,--no-as-needed", f"-L{TORCH}", *(f"-l{n}" for n in names), f"-Wl,-rpath,{TORCH}"] * torch_too
     command(*compiler, "-shared", "-o", library, *objects, "-Wl,-Bsymbolic-functions", "-ldl", *linked, *libraries,
             "-Wl,--allow-shlib-undefined")  # fmt: skip
-    for beside in (*folder.glob("kernels/*.so"), *folder.glob("weights.safetensors")):
+    for beside in (*folder.glob("kernels/*.so"), *folder.glob("*_weights.safetensors")):
         shutil.copy(beside, library.parent)
     return library
 

@@ -130,6 +130,30 @@ def test_mutation_of_fresh_tensors_is_made_functional() -> None:
         assert len(check_all(lambda x: double(x) + 1, (torch.randn(3, 6),), dynamic).choice.variants) == 2
 
 
+def test_what_decompositions_write_in_place_is_made_functional_too() -> None:
+    """(torch takes ``rms_norm`` apart with ``add_``.)"""
+
+    def scaled(x: Tensor) -> Tensor:
+        ones = torch.nn.functional.rms_norm(x, (x.shape[-1],), eps=1e-9) / x * x.square().mean(-1, True).sqrt()
+        return x * (ones + 1)
+
+    register_custom_op_autotuning(double, configs=[scaled])
+    assert check_all(lambda x: double(x) + 1, (torch.rand(5, 6) + 1,), dynamic=True).choice.failed == ()
+
+
+def test_an_implementation_that_torch_compiles_is_traced() -> None:
+    """(TorchInductor's code ran with tensors that have no memory: the process died.)"""
+    inner = torch.compile(lambda x: x.sin() * 0 + x * 2)
+    inner(torch.ones(3))
+
+    def compiled(x: Tensor) -> Tensor:
+        return inner(x).relu() - inner(-x).relu()
+
+    register_custom_op_autotuning(double, configs=[compiled, torch.compile(lambda x: x + x)])
+    choice = check_all(lambda x: double(x) + 1, (torch.randn(5, 6),)).choice
+    assert choice.failed == () and len(choice.variants) == 3
+
+
 class TestCandidatesThatCannotBe:
     """Each is a line in ``failed``; the others go on."""
 

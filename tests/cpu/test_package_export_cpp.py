@@ -87,9 +87,10 @@ def test_a_model_without_pytorch(on_cpu: tuple[Path, Path]) -> None:
 def test_nothing_is_written_outside(on_cpu: tuple[Path, Path], tmp_path: Path) -> None:
     project = on_cpu[1]
     assert not [n for n in files(project / "build") if "torch" in n.lower()]
-    weights = (project / "weights.safetensors").read_bytes()
+    (file,) = project.glob("*_weights.safetensors")
+    weights = file.read_bytes()
     command(project / "build" / "example")
-    assert (project / "build" / "weights.safetensors").read_bytes() == weights
+    assert (project / "build" / file.name).read_bytes() == weights
 
 
 @pytest.mark.parametrize(
@@ -338,6 +339,19 @@ def test_names_and_messages(tmp_path: Path) -> None:
     assert _why("python_0_op0") == '"PyTorch refused the call"'
     path = reflib.aot_compile(lambda x: x + 1, (torch.ones(3),), tmp_path / "my model-2.reflib", "cpu")
     assert b"project(my_model_2 " in files(export_cpp(path, tmp_path / "p"))["CMakeLists.txt"]
+
+
+def test_libraries_may_lie_in_one_folder(tmp_path: Path) -> None:
+    """What each model opens beside its library has a name of its own: weights of equal size were those of the other."""
+    beside = {}
+    for name in "ab":
+        path = reflib.aot_compile(torch.nn.Linear(4, 4), (torch.ones(2, 4),), tmp_path / f"{name}.reflib", "cpu")
+        project = export_cpp(path, tmp_path / name)
+        copied = (project / "CMakeLists.txt").read_text().partition("POST_BUILD")[2]
+        beside[name] = set(re.findall(r"SOURCE_DIR}/(\S+)", copied))
+        file = f"{name}_weights.safetensors"
+        assert file in beside[name] and f'"{file}"' in (project / "tables.cpp").read_text()
+    assert beside["a"].isdisjoint(beside["b"])
 
 
 def test_the_folder(on_cpu: tuple[Path, Path], tmp_path: Path) -> None:

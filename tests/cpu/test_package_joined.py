@@ -175,6 +175,7 @@ def test_as_cpp_in_one_program_with_one_file_of_weights(tmp_path: Path) -> None:
         "\nadd_executable(both main.c)\ntarget_link_libraries(both PRIVATE reflib_encode reflib_decode)\n"
     )
     built = build(tmp_path)
-    found = [float(word) for word in command(built / "both", tmp_path / "encode" / "weights.safetensors").split()]
+    weights = tmp_path / "encode" / "encode_weights.safetensors"
+    found = [float(word) for word in command(built / "both", weights).split()]
     wanted = models["decode"](models["encode"](*args["encode"])).flatten()[:3].tolist()
     torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted))

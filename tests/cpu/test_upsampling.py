@@ -35,6 +35,23 @@ def test_forward_and_backward(name: str) -> None:
     assert not compiled.externs
 
 
+def test_programs_are_exported_after_a_compilation() -> None:
+    """torch's list of composite ops, and the table made with it, are those of a process that has compiled nothing."""
+    from torch._export.utils import _collect_all_valid_cia_ops_for_aten_namespace as composite_ops
+
+    from reflib.lower.decompositions import _table
+
+    class Larger(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.interpolate(x.sin(), scale_factor=2.0)
+
+    x = torch.randn(1, 2, 3, 4)
+    composite_ops.cache_clear()
+    _table.cache_clear()
+    reflib.explain(Larger(), x)
+    torch.testing.assert_close(reflib.compile(torch.export.export(Larger(), (x,)))(x), Larger()(x))
+
+
 def test_one_dimension_and_three() -> None:
     for shape in ((2, 3, 9), (1, 2, 3, 4, 3)):
         x = torch.randn(shape).requires_grad_()

@@ -61,6 +61,30 @@ def test_configurations_are_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     assert e.decisions[0].winner == second and kernel(e, "sums_kernel").num_warps == 4
 
 
+def test_heuristics_set_warps_and_stages() -> None:
+    """Of each configuration, or of a launch: as Triton has it, before what the configuration says."""
+    import triton
+
+    ways = {"num_warps": lambda args: args["BLOCK"] // 32, "num_stages": lambda args: 1 + args["n"] % 5}
+    alone = triton.heuristics(ways)(add_kernel)
+    configs = [triton.Config({"BLOCK": 256}, num_stages=7), triton.Config({"BLOCK": 64}, num_warps=8)]
+    tuned = triton.autotune(configs, key=["n"])(alone)
+
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        out, more = torch.empty_like(x), torch.empty_like(x)
+        alone[(2,)](x, y, out, x.numel(), BLOCK=512)
+        tuned[user_kernels.grid(x.numel())](x, y, more, x.numel())
+        return out, more
+
+    e = explain(fn, torch.randn(1001), torch.randn(1001))
+    assert [(k.num_warps, k.num_stages) for k in e.kernels] == [(16, 2), (8, 2)]
+    (choice,) = (n for n in e.program.nodes if isinstance(n, Choice))
+    of = {v.name: v.nodes[-1].target for v in choice.variants}
+    assert {n: (t.num_warps, t.num_stages) for n, t in of.items()} == {
+        "BLOCK=256, num_warps=8, num_stages=2": (8, 2), "BLOCK=64, num_warps=2, num_stages=2": (2, 2)
+    }  # fmt: skip
+
+
 @torch.library.custom_op("user_kernels::theirs", mutates_args=())
 def theirs(x: Tensor, y: Tensor) -> Tensor:
     return x + y

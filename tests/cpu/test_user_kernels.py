@@ -427,12 +427,24 @@ def test_what_is_refused() -> None:
         (of(triton.autotune(configs, key=["m"])(plain), 128),
          rf"key 'm' of @triton.autotune is no argument of the Triton kernel plain \({LINE}.*x, out, n, BLOCK"),
         (of(plain, 128, blocks=(1, 70000)), rf"kernel plain has a grid of 70000 programs in axis 1; .*65535 \({LINE}"),
+        (of(plain, 128, blocks=()), rf"kernel plain has a grid of no sizes.* \({LINE}"),
         (a_tensor, rf"the grid of the Triton kernel plain \({LINE}\) is a tensor"),
         (elsewhere, rf"kernel from_memory \({LINE}\) stores to none of the tensors that it is given"),
     ):  # fmt: skip
         torch._dynamo.reset()
         with pytest.raises(Exception, match=says):
             explain(fn, torch.randn(128))
+
+
+def test_why_triton_refuses_it_is_said(tmp_path: Path) -> None:
+    """The kernel is called by ours: what Triton raises says only where, its cause why."""
+
+    @triton.jit
+    def misspelt(x, out):
+        tl.store(out, tl.lod(x))
+
+    with pytest.raises(ToolchainError, match=r"(?s)refused kernel k0_misspelt for sm_80.*no attribute 'lod'.*tl.lod"):
+        reflib.aot_compile(of(misspelt), (torch.randn(8),), tmp_path / "p.reflib", ["sm_80"], ptx=False)
 
 
 def test_what_our_launcher_does_not_take(

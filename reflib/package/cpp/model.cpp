@@ -220,7 +220,7 @@ void reflib_model::choose_variant(int number) {
 void reflib_model::load_weights(const char *path) {
   here.resize(tables.spans.size()), there.resize(tables.spans.size());
   if (!tables.weights.empty()) {
-    std::string name = path ? path : beside("weights.safetensors");
+    std::string name = path ? path : beside(tables.weights_file);
     int f = open(name.c_str(), O_RDONLY | O_CLOEXEC);
     struct stat about;
     if (f < 0 || fstat(f, &about)) fail("cannot open the weights %s: %s", name.c_str(), strerror(errno));

@@ -71,8 +71,8 @@ typedef struct { /* an input, as the model was exported with it */
 typedef struct reflib_model reflib_model;
 
 /* Load the model onto GPU number `gpu` (ignored by a model for CPUs). `weights`: the file's path; NULL:
-   weights.safetensors in the folder of this library. The file is mapped privately: writes to weights stay in this loaded
-   model. *model is NULL on failure. */
+   NAME_weights.safetensors, NAME the model's, in the folder of this library. The file is mapped privately: writes to
+   weights stay in this loaded model. *model is NULL on failure. */
 REFLIB_API int32_t reflib_load(reflib_model **model, const char *weights, int32_t gpu);
 
 /* Call it. Inputs are not copied; a model that mutates its inputs changes them. Free results with `reflib_free`. On a

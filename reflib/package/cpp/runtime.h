@@ -114,6 +114,7 @@ struct Tables {
   std::vector<Variant> variants;
   std::vector<Code> machine_code;  // of the package, exported or not
   Code text;                       // assembly text, for that capability and later ones
+  const char *weights_file;        // beside the library
   size_t weights_bytes;
   std::vector<Span> spans;
   std::vector<Weight> weights;
