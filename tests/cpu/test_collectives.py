@@ -41,6 +41,9 @@ OPS: dict[str, Fn] = {
     "all_to_all": lambda x, g: waited(c.all_to_all_single(x, [x.shape[0] // 2] * 2, [x.shape[0] // 2] * 2, g)),
     "broadcast": lambda x, g: waited(c.broadcast(x, 0, g)),
     "coalesced": lambda x, g: sum(waited(c.all_reduce_coalesced([x, x.sin()], "sum", g))),
+    "scatters": lambda x, g: torch.cat(
+        [waited(r) + 1 for r in c.reduce_scatter_tensor_coalesced([x, x.cos()], "sum", 2, g)]
+    ),
     "gathers": lambda x, g: sum(waited(c.all_gather_into_tensor_coalesced([x, x.cos()], 2, g)))[: x.shape[0]],
 }
 
@@ -79,7 +82,8 @@ def test_each_collective_in_one_graph(group: Any, wrapper: str) -> None:
 
     x, y = torch.randn(4, 6), torch.randn(6, 4)
     started = same(fn, x, y, wrapper=wrapper, dynamic=wrapper == "python")
-    names = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "all_reduce", "all_gather"]
+    names = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+    names += ["all_reduce", "reduce_scatter", "all_gather"]
     assert started == [n for n in names for _ in range(4)] + ["all_gather"]  # the order of the graph
 
 
