@@ -41,9 +41,6 @@ OPS: dict[str, Fn] = {
     "all_to_all": lambda x, g: waited(c.all_to_all_single(x, [x.shape[0] // 2] * 2, [x.shape[0] // 2] * 2, g)),
     "broadcast": lambda x, g: waited(c.broadcast(x, 0, g)),
     "coalesced": lambda x, g: sum(waited(c.all_reduce_coalesced([x, x.sin()], "sum", g))),
-    "scatters": lambda x, g: torch.cat(
-        [waited(r) + 1 for r in c.reduce_scatter_tensor_coalesced([x, x.cos()], "sum", 2, g)]
-    ),
     "gathers": lambda x, g: sum(waited(c.all_gather_into_tensor_coalesced([x, x.cos()], 2, g)))[: x.shape[0]],
 }
 
@@ -82,8 +79,7 @@ def test_each_collective_in_one_graph(group: Any, wrapper: str) -> None:
 
     x, y = torch.randn(4, 6), torch.randn(6, 4)
     started = same(fn, x, y, wrapper=wrapper, dynamic=wrapper == "python")
-    names = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
-    names += ["all_reduce", "reduce_scatter", "all_gather"]
+    names = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "all_reduce", "all_gather"]
     assert started == [n for n in names for _ in range(4)] + ["all_gather"]  # the order of the graph
 
 
@@ -147,6 +143,18 @@ def test_starts_are_early_waits_are_late_and_memory_is_kept(group: Any, monkeypa
     program = reflib.explain(fn, x, x).fused
     order = [str(e.target).split(".")[1] for e in program.nodes if isinstance(e, Extern) and "mm" not in str(e.target)]
     assert order == ["all_reduce_", "wait", "all_gather_into_tensor", "wait"]
+
+
+def test_a_result_is_not_written_while_another_of_its_call_is_waited_for(group: Any) -> None:
+    """(As all of them may be written again then.)"""
+
+    def fn(x: Any, y: Any) -> Any:
+        kinds = (c.reduce_scatter_tensor_coalesced, c.all_gather_into_tensor_coalesced)
+        each = [k([x, y], *more, 2, group.group_name) for k, more in zip(kinds, (["sum"], []))]
+        each.append(c.all_reduce_coalesced([x, y.sin()], "sum", group.group_name))
+        return [waited(r) + 1 for results in each for r in results]
+
+    same(fn, torch.randn(4, 4), torch.randn(8, 3))
 
 
 def test_sums_are_made_in_place_where_their_argument_is_not_needed(group: Any) -> None:
