@@ -121,7 +121,8 @@ def _wait_for(cx: LoweringContext, result: View, call: Any, more: int = 0) -> Ex
     copies = call is None or in_place_form(call.target) is not None
     others = [b for b in call.writes() if b != result.buffer] if call is not None else []
     held = [full_view(cx.low.buffers[b]) for b in others]
-    held += [] if copies else iter_views((call.args, call.kwargs))
+    if not copies:
+        held += iter_views((call.args, call.kwargs))
     name = cx.low.next_node() + (f"_{more}" if more else "")
     return Extern(name, WAIT, (result, held), (), (), (result.buffer,), reason="waits", origins=(cx.origin,))
 
