@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 from ..fuse.dependencies import dependencies, inside
 from ..fuse.result import Fused
 from ..fuse.updates import in_place_form
-from ..ir.program import Extern, Node, Program, View, iter_views
+from ..ir.program import Extern, Node, Program, View, full_view, iter_views
 from ..ir.regions import Region
 from ..lower.context import LoweringContext, contiguous_strides
 from ..lower.extern import extern
@@ -102,7 +102,7 @@ def wait(cx: LoweringContext, result: View) -> View:
         nodes.append(_wait_for(cx, result, None))
     else:
         w = _wait_for(cx, result, nodes[made])
-        held = {v.buffer for v in iter_views(w.args[1])}
+        held = {v.buffer for v in iter_views(w.args[1])}.difference(nodes[made].writes())
         writes = (i for i, n in enumerate(nodes) if i > made and held.intersection(n.writes()))
         nodes.insert(next(writes, len(nodes)), w)
     return _laid_out(cx, result, cx.fake)
@@ -117,8 +117,12 @@ def all_reduced(cx: LoweringContext, x: View, group_name: str) -> View:
 
 
 def _wait_for(cx: LoweringContext, result: View, call: Any, more: int = 0) -> Extern:
+    """(A library may write all results of a call again, when one is waited for: gloo does.)"""
     copies = call is None or in_place_form(call.target) is not None
-    held = [] if copies else list(iter_views((call.args, call.kwargs)))
+    others = [b for b in call.writes() if b != result.buffer] if call is not None else []
+    held = [full_view(cx.low.buffers[b]) for b in others]
+    if not copies:
+        held += iter_views((call.args, call.kwargs))
     name = cx.low.next_node() + (f"_{more}" if more else "")
     return Extern(name, WAIT, (result, held), (), (), (result.buffer,), reason="waits", origins=(cx.origin,))
 

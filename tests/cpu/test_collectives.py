@@ -145,6 +145,18 @@ def test_starts_are_early_waits_are_late_and_memory_is_kept(group: Any, monkeypa
     assert order == ["all_reduce_", "wait", "all_gather_into_tensor", "wait"]
 
 
+def test_a_result_is_not_written_while_another_of_its_call_is_waited_for(group: Any) -> None:
+    """(As all of them may be written again then.)"""
+
+    def fn(x: Any, y: Any) -> Any:
+        kinds = (c.reduce_scatter_tensor_coalesced, c.all_gather_into_tensor_coalesced)
+        each = [k([x, y], *more, 2, group.group_name) for k, more in zip(kinds, (["sum"], []))]
+        each.append(c.all_reduce_coalesced([x, y.sin()], "sum", group.group_name))
+        return [waited(r) + 1 for results in each for r in results]
+
+    same(fn, torch.randn(4, 4), torch.randn(8, 3))
+
+
 def test_sums_are_made_in_place_where_their_argument_is_not_needed(group: Any) -> None:
     from reflib.ranks import agree, candidates
 
