@@ -247,38 +247,13 @@ def six(say: Say, rank: int, size: int, device: torch.device) -> None:
     from reflib.autotune.pool import pool
 
     cores = sorted(os.sched_getaffinity(0))
-    share = [n for core in hardware_threads(cores)[rank::size] for n in core]
     tuned_by_one_and_all(say, rank, device, SQUARE, "small", 2)
     pool().close()
-    os.sched_setaffinity(0, share or cores)
+    os.sched_setaffinity(0, cores[rank::size] or cores)
     tuned_by_one_and_all(say, rank, device, SQUARE, "small, cores shared out", 2, 256)
     tuned_by_one_and_all(say, rank, device, LAYERS, "of a 7B model, cores shared out", 0)
     pool().close()
     os.sched_setaffinity(0, cores)
-
-
-def hardware_threads(cores: list[int]) -> list[list[int]]:
-    """Those of each core: a rank has whole ones, or it would be slower when its neighbour works."""
-    by_core: dict[str, list[int]] = {}
-    for n in cores:
-        siblings = Path(f"/sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list")
-        by_core.setdefault(siblings.read_text() if siblings.exists() else str(n), []).append(n)
-    return list(by_core.values())
-
-
-def workers_did(timeline: Any) -> dict[str, float]:
-    """What they did in the stage that tunes, and when, in seconds from its begin."""
-    stage = next(x for x in timeline if x.kind == "stage" and x.name == "autotune")
-    compiled, measured = ([x for x in timeline if x.kind == k and x.track != "main"] for k in ("compile", "measure"))
-    ready = [x.start + x.seconds - stage.start for x in compiled if "triton" in x.name]
-    busy = sum(x.seconds for x in measured)
-    return {
-        "compiled": len(compiled), "by": len({x.track for x in compiled}),
-        "compiling_s": round(sum(x.seconds for x in compiled), 2), "first_triton_s": round(min(ready, default=0.0), 2),
-        "last_s": round(max(ready, default=0.0), 2), "measured": len(measured),
-        "races_s": round(sum(x.seconds for x in measured if x.name == "race"), 2),
-        "device_idle_s": round(stage.seconds - busy, 2), "stage_s": round(stage.seconds, 2),
-    }  # fmt: skip
 
 
 def tuned_by_one_and_all(
@@ -303,16 +278,15 @@ def tuned_by_one_and_all(
         if who != "alone" or rank == 0:
             e = reflib.explain(fn, *args, autotune="blocking", cache_decisions=False, dynamic=False)
             mine = sum(x.seconds for x in e.timeline if x.kind == "stage" and x.name == "autotune")
-            spent[who] = workers_did(e.timeline)
+            kinds = [(x.name if x.kind == "stage" else x.kind, x.seconds) for x in e.timeline]
+            spent[who] = {k: round(sum(s for n, s in kinds if n == k), 1) for k in sorted({n for n, _ in kinds})}
         tuning[who] = -agreed(-mine, device)
         sync(device)
         share.sharing, whole[who] = kept, time.perf_counter() - begun
     for what, s in (("compiled", whole), ("decided", tuning)):
         ratio = round(s["all"] / max(s["alone"], 1e-9), 2)
         say(f"six products {kind}", until=what, **{k: round(v, 2) for k, v in s.items()}, ratio=ratio)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, spent["all"])
-    say(f"six products {kind}", workers_alone=spent.get("alone"), workers_of_each=everyone)
+    say(f"six products {kind}", seconds_of_the_first_rank=spent)
 
 
 def fused(scatters: bool, x: Any, w: Any) -> dict[str, Callable[[], Any]]:
