@@ -33,7 +33,7 @@ from ..ir.verify import verify
 from ..options import Options
 from ..plan import plan
 from ..plan.arena import arena
-from ..plan.order import Lifetimes, owned
+from ..plan.order import Lifetimes, communicates, owned
 from ..plan.plan import allocated_by, bind_symbols
 from .python import passed_on
 from .runtime import expect
@@ -60,13 +60,6 @@ def why_not(node: Node, program: Program, kind: str) -> str:
             if communicates(n):
                 return f"{_name(n)} communicates"
     return ""
-
-
-def communicates(x: Extern) -> bool:
-    """Does it start a collective, or wait for one?"""
-    arguments = getattr(getattr(x.target, "_schema", None), "arguments", ())
-    names = ("_c10d_functional", "reflib.wait")
-    return str(x.target).startswith(names) or any(a.name == "group_name" for a in arguments)
 
 
 def _name(n: Node) -> str:
