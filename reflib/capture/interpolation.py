@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch._decomp.decompositions import upsample_compute_output_size
+from torch._export.utils import _collect_all_valid_cia_ops_for_aten_namespace
 from torch._prims_common import suggest_memory_format
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -31,6 +32,7 @@ def compiled(compile: Callable[..., Any], backend: Any, module: Any, inputs: Seq
 
 @contextmanager
 def whole() -> Iterator[None]:
+    _collect_all_valid_cia_ops_for_aten_namespace()  # torch.export remembers which ops these are: as they are elsewhere
     before = {}
     try:
         for name in (*LINEAR, *NEAREST):

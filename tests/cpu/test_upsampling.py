@@ -1,11 +1,13 @@
 """Interpolation is one kernel; its backward gathers, and calls nothing of ATen."""
 
 import random
+import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._export import utils as export_utils
 
 import reflib
 from reflib.fuse import fuse
@@ -132,3 +134,13 @@ def test_gathers_stay_within_the_limit_of_a_body() -> None:
     assert 1 < len(e.groups) < 40
     bodies = [n.body for n in e.fused.nodes if isinstance(n, LoopNest)]
     assert max(map(len, bodies)) <= 260 and any(isinstance(s, Indirect) for b in bodies for s in b)
+
+
+def test_a_program_is_compiled_after_a_function_was() -> None:
+    """torch.export looks once per process which ops PyTorch takes apart: not while interpolation is kept whole."""
+    sys.modules["reflib.lower.decompositions"]._table.cache_clear()  # type: ignore[attr-defined]
+    export_utils._collect_all_valid_cia_ops_for_aten_namespace.cache_clear()
+    reflib.compile(lambda x: x * 2 + 1)(torch.randn(4))
+    model, x = torch.nn.Upsample(scale_factor=2), torch.randn(2, 3, 5)
+    program = torch.export.export(model, (x,))
+    torch.testing.assert_close(reflib.compile(program)(x), model(x))
