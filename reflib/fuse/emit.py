@@ -3,7 +3,7 @@ legal order."""
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +16,6 @@ from .legality import Cluster
 
 # A group around a Template: (Cluster, its joined LoopNest) -> Template, under "template".
 EMIT = Seam("fuse.EMIT")
-Kind = Callable[[int], Any]  # see ``order``
-Pick = Callable[[dict[Any, list[int]], list[int]], Any]
 
 
 def emit(cluster: Cluster, name: str, drop: set[str], buffers: dict[str, Buffer]) -> LoopNest | Template:
@@ -35,9 +33,8 @@ def emit(cluster: Cluster, name: str, drop: set[str], buffers: dict[str, Buffer]
     return rename_axes(merge_axes(loops))
 
 
-def order(before: Sequence[set[int]], kind: Kind = lambda i: 0, pick: Pick = lambda ready, out: 0) -> list[int]:
-    """Positions in a legal order: of those that are ready, by ``kind``, and of the kind that is picked (given these and
-    what has been), the one with the least number (the first member's old position)."""
+def order(before: Sequence[set[int]], kind: Any = lambda i: 0, pick: Any = lambda ready, out: 0) -> list[int]:
+    """A legal order: next is the least number (the first member's old place) of the kind picked among what is ready."""
     waiting = [len(b) for b in before]
     after: list[list[int]] = [[] for _ in before]
     for i, b in enumerate(before):
