@@ -73,6 +73,34 @@ class Case:
 
         return call
 
+    def results(self, fn: Any, tensors: Any) -> list[torch.Tensor]:
+        """What ``fn`` returns, then gradients."""
+        tensors = [*(t.detach().requires_grad_(self.trains) for t in tensors[:3]), tensors[3]]
+        out = fn(*tensors)
+        outs = list(out) if isinstance(out, tuple) else [out]
+        if not self.trains:
+            return outs
+        g = torch.Generator().manual_seed(1)
+        grads = [torch.randn(o.shape, generator=g).to(o.device, self.dtype) for o in outs]
+        finite = sum((torch.where(o.isfinite(), o, 0) * r).sum() for o, r in zip(outs, grads))
+        return outs + list(torch.autograd.grad(finite, tensors[:3]))
+
+    def wrong(self, compiled: Any, device: str = "cpu") -> str:
+        """How it is off from float64 by more than twice what eager is, and a little; "" if it is not."""
+        fn, tensors = self.function(self.block_mask(device)), self.tensors(device)
+        got = self.results(compiled, tensors)
+        with torch.device(device):
+            wide, eager = (self.results(fn, ts) for ts in ([t.double() for t in tensors], tensors))
+        floor = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[self.dtype]
+        for i, (g, w, e) in enumerate(zip(got, wide, eager, strict=True)):
+            if (g.shape, g.dtype, g.stride()) != (e.shape, e.dtype, e.stride()):
+                return f"{i}: {g.dtype} {g.shape} {g.stride()}, eager's is {e.dtype} {e.shape} {e.stride()}"
+            same = (g == w) | (g.isnan() & w.isnan())
+            error, allowed = torch.where(same, 0.0, (g - w).abs()), torch.where(e == w, 0.0, (e - w).abs())
+            if not bool((error <= 2 * allowed.max() + floor * w[w.isfinite()].abs().max()).all()):
+                return f"{i}: off by {error.max().item():.1e} where eager is by {allowed.max().item():.1e}"
+        return ""
+
 
 def causal(b, h, i, j, c):  # type: ignore[no-untyped-def]
     return i >= j

@@ -2,8 +2,10 @@
 legal order."""
 
 import heapq
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..ir.loops import LoopNest
 from ..ir.program import Buffer, Choice, Extern, Node, Template
@@ -31,23 +33,24 @@ def emit(cluster: Cluster, name: str, drop: set[str], buffers: dict[str, Buffer]
     return rename_axes(merge_axes(loops))
 
 
-def order(before: Sequence[set[int]]) -> list[int]:
-    """Positions in a legal order, each as early as its number allows (numbers: the first member's old position)."""
+def order(before: Sequence[set[int]], kind: Any = lambda i: 0, pick: Any = lambda ready, out: 0) -> list[int]:
+    """A legal order: next is the least number (the first member's old place) of the kind picked among what is ready."""
     waiting = [len(b) for b in before]
     after: list[list[int]] = [[] for _ in before]
     for i, b in enumerate(before):
         for j in b:
             after[j].append(i)
-    ready = [i for i, n in enumerate(waiting) if n == 0]
-    heapq.heapify(ready)
-    out = []
-    while ready:
-        i = heapq.heappop(ready)
+    ready: dict[Any, list[int]] = defaultdict(list)
+    for i in (i for i, n in enumerate(waiting) if n == 0):
+        ready[kind(i)].append(i)  # (least first, as a heap is)
+    out: list[int] = []
+    while any(ready.values()):
+        i = heapq.heappop(ready[pick(ready, out)])
         out.append(i)
         for j in after[i]:
             waiting[j] -= 1
             if waiting[j] == 0:
-                heapq.heappush(ready, j)
+                heapq.heappush(ready[kind(j)], j)
     assert len(out) == len(before), "groups depend on each other in a circle"
     return out
 

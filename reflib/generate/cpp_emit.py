@@ -220,12 +220,7 @@ class Emitter:
                 if not scans and not self._checks(i for i in plain if self.by_step[i]) and not self._ordered(reduces):
                     self._simd([i for i in reduces if i not in stored])
                 with self.w.block(over_one):
-                    for i in sorted(self._used(statements) & set(kept) - set(statements)):
-                        self.w.line(f"const {text.CTYPE[self.body[i].dtype]} v{i} = kept{i}[{step}];")
-                        self.raw.pop(i, None)
-                    self._statements(i for i in plain if self.by_step[i])
-                    for i in sorted(set(kept) & set(statements)):
-                        self.w.line(f"kept{i}[{step}] = v{i};")
+                    self._with_kept([i for i in plain if self.by_step[i]], reduces, kept, step)
                     for i in reduces:
                         if i in stored:
                             self.w.line(f"acc{i}[{at}] = {self._name(self.body[i].args[0])};")
@@ -322,17 +317,21 @@ class Emitter:
         if not checked:
             self.w.line("#pragma omp simd")
         with self.w.block(loop(column, f"{c}_from", f"{c}_to")):
-            for i in sorted(self._used((*statements, *reduces)) & set(kept) - set(statements)):
-                self.w.line(f"const {text.CTYPE[self.body[i].dtype]} v{i} = kept{i}[{c} - {c}_from];")
-                self.raw.pop(i, None)
-            self._statements(statements)
-            for i in statements:
-                if i in kept:
-                    self.w.line(f"kept{i}[{c} - {c}_from] = v{i};")
+            self._with_kept(statements, reduces, kept, f"{c} - {c}_from")
             for i in reduces:
                 self._combine(i, f"acc{i}[{c} - {c}_from]")
         if checked:
             self.w.line("if (failed) continue;")
+
+    def _with_kept(self, statements: list[int], reduces: Sequence[int], kept: Sequence[int], at: str) -> None:
+        """Statements of a loop: what it, or its ``reduces``, needs of another loop is read, and what is kept stored."""
+        for i in sorted(self._used((*statements, *reduces)) & set(kept) - set(statements)):
+            self.w.line(f"const {text.CTYPE[self.body[i].dtype]} v{i} = kept{i}[{at}];")
+            self.raw.pop(i, None)
+        self._statements(statements)
+        for i in statements:
+            if i in kept:
+                self.w.line(f"kept{i}[{at}] = v{i};")
 
     # -- reductions -----------------------------------------------------------------------------
     def _acc_type(self, i: int) -> str:

@@ -55,13 +55,7 @@ def _draw_ceilings(ax: Axes, roof: Roofline, low: float, high: float) -> None:
     note(ax, f"{short(roof.flops)} TFLOP/s", (high, roof.flops), (-2, 5), ha="right")
 
 
-def roofline_plot(
-    roof: Roofline,
-    points: Mapping[str, tuple[float, float]],
-    *,
-    caption: str,
-    title: str = "",
-) -> Picture:
+def roofline_plot(roof: Roofline, points: Mapping[str, tuple[float, float]], *, caption: str) -> Picture:
     """Plot the two ceilings of a device and kernels below them.
 
     `points` maps a label to (FLOPs per byte, TFLOP/s reached). The legend says what share of its limit each reaches.
@@ -86,8 +80,6 @@ def roofline_plot(
         ax.xaxis.set_major_formatter(PLAIN)
         ax.set_xlabel("arithmetic intensity, FLOPs per byte")
         ax.set_ylabel("TFLOP/s")
-        if title:
-            ax.set_title(title)
         ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=2)
     reached = ". ".join(
         f"{label}: {short(y)} TFLOP/s at {short(x)} FLOPs per byte, {y / roof.limit(x):.0%} of its limit"

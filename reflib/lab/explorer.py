@@ -62,13 +62,11 @@ def short_name(candidate: str) -> str:
     return candidate if len(candidate) <= 24 else candidate[:23] + "…"
 
 
-def candidate_rows(
-    decision: Decision, at: Mapping[str, int], predicted: Mapping[str, float] | None = None, name: str = "candidates"
-) -> Rows:
+def candidate_rows(decision: Decision, at: Mapping[str, int], predicted: Mapping[str, float] | None = None) -> Rows:
     """The candidates of a decision as rows, also recorded: `time` (µs) and `error` of each, `predicted` (µs) if
     given, and one row `winner` with its speedup over the default (the first candidate)."""
     how = {"clock": "autotune", "cache": "as autotune has it"}
-    shared: dict[str, Any] = {"name": name, "at": dict(at), **how, **stamp()}
+    shared: dict[str, Any] = {"name": "candidates", "at": dict(at), **how, **stamp()}
     rows = []
     for c in decision.candidates:
         ok = c.status == "ok" and c.time_us is not None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from reflib.lab.figures import COLOURS
 from reflib.lab.moving import SCHEMA, Drawn, pick
-from reflib.lab.pictures import Places, layout, megabytes, op_names
+from reflib.lab.pictures import Places, flows, layout, megabytes, op_names
 
 if TYPE_CHECKING:
     from reflib.observe.explain import Explanation
@@ -87,19 +87,13 @@ def _nodes(e: Explanation, places: Places) -> list[dict[str, Any]]:
 
 def _edges(e: Explanation, places: Places) -> list[dict[str, Any]]:
     """Each edge as a line from the bottom of the producer to the top of the consumer."""
-    writer: dict[str, str] = {}
     out = []
-    for node in e.program.nodes:
-        for b in node.reads():
-            start = writer.get(b, b)
-            if start in places and start != node.name:
-                (x0, y0), (x1, y1) = places[start], places[node.name]
-                size = megabytes(e.program.buffers[b].nbytes.hint())
-                bent = [(x0, y0 + 0.25), (x1, y1 - 0.25)]
-                if x0 == x1 and y1 - y0 > 1:  # around the nodes in between
-                    bent[1:1] = [(x0 - 0.58, y0 + 0.5), (x0 - 0.58, y1 - 0.5)]
-                out += _line(f"{start} → {node.name}", bent, {"carries": f"{b}, {size}"})
-        writer.update(dict.fromkeys(node.writes(), node.name))
+    for start, end, b, size in flows(e.program, places):
+        (x0, y0), (x1, y1) = places[start], places[end]
+        bent = [(x0, y0 + 0.25), (x1, y1 - 0.25)]
+        if x0 == x1 and y1 - y0 > 1:  # around the nodes in between
+            bent[1:1] = [(x0 - 0.58, y0 + 0.5), (x0 - 0.58, y1 - 0.5)]
+        out += _line(f"{start} → {end}", bent, {"carries": f"{b}, {megabytes(size)}"})
     return out
 
 

@@ -6,7 +6,7 @@ Each takes the result of `reflib.explain`, computes its alt text from the same n
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from reflib.plan.memory import Memory
 
 
-def moved_bytes(program: Program) -> int:
-    """Bytes that the program's kernels and calls read and write, each buffer counted once per kernel."""
-    touched = (b for node in program.nodes for b in {*node.reads(), *node.writes()})
-    return sum(program.buffers[b].nbytes.hint() for b in touched)
+def moved_bytes(program: Program, nodes: Iterable[Any] | None = None) -> int:
+    """Bytes that these kernels and calls (all of the program's) read and write, each buffer counted once per kernel."""
+    touched = (b for node in (program.nodes if nodes is None else nodes) for b in {*node.reads(), *node.writes()})
+    return sum(program.buffers[b].nbytes.hint() for b in touched if b in program.buffers)
 
 
 def megabytes(size: float) -> str:
@@ -139,19 +139,26 @@ def layout(program: Program) -> Places:
     return places
 
 
-def draw_program(
-    ax: Axes, program: Program, places: Places, deepest: float, box: Callable[[Any], tuple[str, str, dict[str, Any]]]
-) -> None:
-    """Nodes, inputs, and the bytes that go between them. `box`: node -> (text, its colour, matplotlib's bbox)."""
+def flows(program: Program, places: Places) -> Iterator[tuple[str, str, str, int]]:
+    """(a node or an input, a node that reads it, the buffer, its bytes), of those that have a place."""
     writer: dict[str, str] = {}
-    deep = {places[node.name][1] for node in program.nodes}
     for node in program.nodes:
         for b in node.reads():
             start = writer.get(b, b)
             if start in places and start != node.name:
-                outside = start == b and places[b][1] in deep  # an input with a node beside it
-                _edge(ax, places[start], places[node.name], megabytes(program.buffers[b].nbytes.hint()), outside)
+                yield start, node.name, b, program.buffers[b].nbytes.hint()
         writer.update(dict.fromkeys(node.writes(), node.name))
+
+
+def draw_program(
+    ax: Axes, program: Program, places: Places, deepest: float, box: Callable[[Any], tuple[str, str, dict[str, Any]]]
+) -> None:
+    """Nodes, inputs, and the bytes that go between them. `box`: node -> (text, its colour, matplotlib's bbox)."""
+    writer = {b: node.name for node in program.nodes for b in node.writes()}
+    deep = {places[node.name][1] for node in program.nodes}
+    for start, name, b, size in flows(program, places):
+        outside = start == b and places[b][1] in deep  # an input with a node beside it
+        _edge(ax, places[start], places[name], megabytes(size), outside)
     for b in sorted(program.output_buffers()):
         if b in writer:
             x, y = places[writer[b]]

@@ -119,7 +119,6 @@ def range_picture(
     caption: str,
     x: str = "size",
     tuned: Sequence[int] = (),
-    metric: str = "time",
 ) -> Explorer | None:
     """Draw time (µs) over a size: one line per case, and a strip below that shows which case serves which sizes. In
     Vega-Lite a size can be selected to compare all cases at it.
@@ -129,11 +128,11 @@ def range_picture(
     Prints a line and returns None if nothing was measured.
     """
     lines: dict[str, list[tuple[float, float]]] = {}
-    for row in rows.where(metric=metric):
+    for row in rows.where(metric="time"):
         if row.ok and row.value and x in row.at:
             lines.setdefault(row.case, []).append((row.at[x], row.value))
     if not lines:
-        print(f"Nothing to draw: no {metric} was measured here.")
+        print("Nothing to draw: no time was measured here.")
         return None
     if not served:
         raise LabError("range_picture: served= needs at least one (least, most, case)")

@@ -85,9 +85,7 @@ def ratios(
     return figure(fig, caption=caption, alt=" ".join(parts))
 
 
-def predicted_plot(
-    points: Mapping[str, Sequence[tuple[float, float]]], *, caption: str, title: str = ""
-) -> Picture | None:
+def predicted_plot(points: Mapping[str, Sequence[tuple[float, float]]], *, caption: str) -> Picture | None:
     """Draw predicted and measured µs of each kind of candidate, with the diagonal."""
     import matplotlib.pyplot as plt
 
@@ -110,8 +108,6 @@ def predicted_plot(
         plain_log(ax)
         ax.set_xlabel("µs, predicted")
         ax.set_ylabel("µs, measured")
-        if title:
-            ax.set_title(title, pad=34)
         ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=3)
     parts = [f"Scatter of {len(every)} candidates, predicted against measured time in µs."]
     for kind, found in points.items():

@@ -11,25 +11,19 @@ SLOWER = 1.05  # times a peer's: a loss
 
 
 def side_by_side(
-    rows: Rows,
-    key: str,
-    cases: Sequence[str],
-    *,
-    metric: str = "time",
-    columns: Mapping[str, Mapping[str, Any]] | None = None,
+    rows: Rows, key: str, cases: Sequence[str], *, columns: Mapping[str, Mapping[str, Any]] | None = None
 ) -> None:
     """One line for each value of ``at[key]``, one column per case. ``columns``: more of them, before these, from their
     heading to {value of ``at[key]``: cell}. A case that was not measured is "-", one that failed says why."""
     more = columns or {}
     lines = []
     for place in _places(rows, key):
-        found = {r.case: r for r in rows if r.metric in (metric, "time") and r.at.get(key) == place}
-        exact = {r.case: r for r in found.values() if r.metric == metric or not r.ok}
-        lines.append([place, *(c.get(place, "-") for c in more.values()), *(_cell(exact.get(c)) for c in cases)])
+        found = {r.case: r for r in rows if r.metric == "time" and r.at.get(key) == place}
+        lines.append([place, *(c.get(place, "-") for c in more.values()), *(_cell(found.get(c)) for c in cases)])
     if not lines:
         print("Nothing was measured here.")
         return
-    unit = next((r.unit for r in rows if r.metric == metric), "")
+    unit = next((r.unit for r in rows if r.metric == "time"), "")
     table(lines, key, *more, *(f"{case}, {unit}" for case in cases))
 
 

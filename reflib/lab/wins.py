@@ -51,20 +51,19 @@ def show_wins(
     *,
     ours: str = "reflib",
     theirs: str = "TorchInductor",
-    listings: int = 1,
 ) -> None:
     """A line per kernel of both compilers wherever `ours` is more than `WIN` times as fast as `theirs`, and the texts
-    themselves of the `listings` largest wins. `texts_at(at)` returns the texts of a place, as `generated` does."""
+    themselves of the largest win. `texts_at(at)` returns the texts of a place, as `generated` does."""
     found = wins(rows, ours, theirs)
     if not found:
         print(f"Nowhere is {ours} more than {WIN} times as fast as {theirs} here.")
-    for i, (at, ratio) in enumerate(found):
+    for at, ratio in found:
         place = ", ".join(f"{key}: {show_plain(value)}" for key, value in at.items())
         text, kernels = texts_at(at)
         print(f"{place or 'here'}: {ratio:.2f} times as fast as {theirs}")
         lines = [*counted("TorchInductor", text), *(line for k in kernels for line in counted("reflib", k.source))]
         table(lines, *HEADS)
-        if i < listings:
+        if at is found[0][0]:  # the largest win
             language = "python" if "@triton.jit" in text or "def call" in text else "cpp"
             show(Listing("TorchInductor's program, after its imports", text, language), list(kernels))
 

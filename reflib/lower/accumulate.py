@@ -23,7 +23,7 @@ from reflib.ir.program import View, full_view
 
 from .body import NestBuilder, Scalar, Value, nest, where
 from .context import LoweringContext
-from .indexing import axis, here_and_at, one_per_row
+from .indexing import axis, here_and_at, named, one_per_row, stand
 from .rules import Unsupported, rule
 
 SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32} | {
@@ -80,22 +80,15 @@ def fill(cx: LoweringContext, out: View, start: View | IntLike | None) -> None:
 # -- the ops ------------------------------------------------------------------------------------------------
 def put(cx: LoweringContext, x: View, indices: Sequence[View | None], values: Any, how: Sum) -> View:
     """``x.index_put(indices, values)``, added or (``scatter``) stored; values: a View, or a number."""
-    used = [d for d, i in enumerate(indices) if i is not None]
-    if not used or any(i is not None and i.dtype not in (torch.int32, torch.int64) for i in indices):
+    used = [i for i in indices if i is not None]
+    if not used or any(i.dtype not in (torch.int32, torch.int64) for i in used):
         raise Unsupported("library call")  # an index that is a mask
-    own = broadcast([i.shape for i in indices if i is not None])
-    others = [s for d, s in enumerate(x.shape) if d not in used]
-    first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0  # where the indices' dimensions stand
-    shape = [*others[:first], *own, *others[first:]]
+    others = [s for d, s in enumerate(x.shape) if d >= len(indices) or indices[d] is None]
+    first, rank = stand(indices)
+    shape = [*others[:first], *broadcast([i.shape for i in used]), *others[first:]]
 
     def term(k: NestBuilder) -> tuple[Sequence[IntLike], Scalar]:
-        here = k.coords[first : first + len(own)]
-        rest = iter(k.coords[:first] + k.coords[first + len(own) :])
-        at = []
-        for d, size in enumerate(x.shape):
-            i = indices[d] if d < len(indices) else None
-            at.append(next(rest) if i is None else k.indirect(k.load(i, here), size, True))
-        return at, k.load(values) if isinstance(values, View) else values
+        return named(k, x, indices, first, rank), k.load(values) if isinstance(values, View) else values
 
     return how(cx, x, shape, term)
 
@@ -112,7 +105,7 @@ def broadcast(shapes: Sequence[Sequence[Expr]]) -> list[Expr]:
 
 @rule("index_add")
 def index_add(cx: LoweringContext, x: View, dim: int, index: View, new: View, *, alpha: Any = 1) -> View:
-    place = rows_named(x, dim, index, new)
+    place = scattered(x, new.shape, dim, index, new)
 
     def term(k: NestBuilder) -> tuple[Sequence[IntLike], Scalar]:
         at, value = place(k)
@@ -121,15 +114,16 @@ def index_add(cx: LoweringContext, x: View, dim: int, index: View, new: View, *,
     return accumulate(cx, x, new.shape, term)
 
 
-def rows_named(x: View, dim: int, index: View, new: View) -> Term:
-    """``new``, each of whose rows along ``dim`` goes to the row of ``x`` that ``index`` names."""
-    if not x.shape or not new.shape:
+def scattered(x: View, shape: Sequence[Expr], dim: int, index: View, new: View | float) -> Term:
+    """``new`` at the position in ``x``, along ``dim``, that ``index`` names: of each point, or each row of them."""
+    if not x.shape or len(shape) != len(x.shape):
         raise Unsupported("library call")
     d = axis(dim, len(x.shape))
 
     def term(k: NestBuilder) -> tuple[Sequence[IntLike], Scalar]:
-        row = k.indirect(k.load(index, [k.coords[d]] if index.shape else []), x.shape[d])
-        return [row if i == d else c for i, c in enumerate(k.coords)], k.load(new)
+        at = k.coords if len(index.shape) == len(x.shape) else [k.coords[d]] if index.shape else []
+        row = k.indirect(k.load(index, at), x.shape[d])
+        return [row if i == d else c for i, c in enumerate(k.coords)], k.load(new) if isinstance(new, View) else new
 
     return term
 
@@ -184,7 +178,7 @@ def _by_slots(
 def scatter_add(cx: LoweringContext, x: View, dim: int, index: View, new: View) -> View:
     """One position per row needs no atomics: each element of the row is compared with it. (The rule: ``scatter``.)"""
     if not one_per_row(x, dim, index):
-        return accumulate(cx, x, index.shape, scattered(x, dim, index, new))
+        return accumulate(cx, x, index.shape, scattered(x, index.shape, dim, index, new))
 
     def value(k: NestBuilder) -> Value:
         here, at = here_and_at(k, x, dim, index)
@@ -192,19 +186,6 @@ def scatter_add(cx: LoweringContext, x: View, dim: int, index: View, new: View) 
         return where(here, old + k.load(new, at).to(old.dtype), old)
 
     return nest(cx, value)
-
-
-def scattered(x: View, dim: int, index: View, new: View | float) -> Term:
-    """``new`` at the position in ``x``, along ``dim``, that ``index`` names."""
-    if not x.shape or len(index.shape) != len(x.shape):
-        raise Unsupported("library call")
-    d = axis(dim, len(x.shape))
-
-    def term(k: NestBuilder) -> tuple[Sequence[IntLike], Scalar]:
-        row = k.indirect(k.load(index), x.shape[d])
-        return [row if i == d else c for i, c in enumerate(k.coords)], k.load(new) if isinstance(new, View) else new
-
-    return term
 
 
 @rule("scatter_reduce")
@@ -215,11 +196,11 @@ def scatter_reduce(
     dtype = check(cx)
     if reduce not in ("sum", "mean") or reduce == "mean" and not dtype.is_floating_point:
         raise Unsupported("library call")
-    terms = scattered(x, dim, index, new)
+    terms = scattered(x, index.shape, dim, index, new)
     if reduce == "sum" and (include_self or cx.low.uniform.get(x.buffer) == 0):
         return accumulate(cx, x, index.shape, terms)
     sums = add(cx, summing(cx, "sums", dtype), x if include_self else 0, index.shape, terms)
-    ones = scattered(x, dim, index, 1)
+    ones = scattered(x, index.shape, dim, index, 1)
     counts = add(cx, summing(cx, "counts", torch.int32), int(include_self), index.shape, ones)
 
     def value(k: NestBuilder) -> Value:

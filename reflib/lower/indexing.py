@@ -248,17 +248,22 @@ def index(cx: LoweringContext, x: View, indices: Sequence[View | None]) -> View:
 
 
 def _indexed(k: NestBuilder, x: View, indices: Sequence[View | None]) -> Value:
+    return k.load(x, named(k, x, indices, *stand(indices)))
+
+
+def stand(indices: Sequence[View | None]) -> tuple[int, int]:
+    """Where the indices' own dimensions stand in a result: the first one, and how many."""
     used = [d for d, i in enumerate(indices) if i is not None]
-    rank = max(len(i.shape) for i in indices if i is not None)
     adjacent = used == list(range(used[0], used[-1] + 1))
-    first = used[0] if adjacent else 0  # where the indices' own dimensions stand in the result
+    return used[0] if adjacent else 0, max(len(i.shape) for i in indices if i is not None)
+
+
+def named(k: NestBuilder, x: View, indices: Sequence[View | None], first: int, rank: int) -> list[Expr]:
+    """The position in ``x`` that the indices name at this point."""
     own = k.coords[first : first + rank]
     others = iter(k.coords[:first] + k.coords[first + rank :])
-    coords = []
-    for d in range(len(x.shape)):
-        i = indices[d] if d < len(indices) else None
-        coords.append(next(others) if i is None else k.indirect(k.load(i, own), x.shape[d], True))
-    return k.load(x, coords)
+    at = [*indices, *[None] * (len(x.shape) - len(indices))]
+    return [next(others) if i is None else k.indirect(k.load(i, own), n, True) for i, n in zip(at, x.shape)]
 
 
 # -- few positions per row written: a comparison with each, not a scatter -------------------------------------------

@@ -16,7 +16,7 @@ from reflib.ir.expr import IntLike, Ref, expr, product
 from reflib.ir.program import View
 
 from . import accumulate
-from .accumulate import Term, fill, rows_named, scattered
+from .accumulate import Term, fill, scattered
 from .body import NestBuilder, Scalar, Value, check_dtype, fit, nest, where
 from .context import LoweringContext, contiguous_strides
 from .indexing import axis, here_and_at, one_per_row, per_row
@@ -79,7 +79,7 @@ def scatter_(cx: LoweringContext, x: View, dim: int, index: View, new: Any) -> V
     few = per_row(x, dim, index)
     short = few and cx.on_gpu and (x.shape[axis(dim, len(x.shape))].constant or SHORT + 1) <= SHORT
     if not 1 <= few <= (FEW if short else 1) or reaches_input(cx.node):
-        return scatter(cx, x, index.shape, scattered(x, dim, index, new))
+        return scatter(cx, x, index.shape, scattered(x, index.shape, dim, index, new))
 
     def value(k: NestBuilder) -> Value:
         out = k.load(x)
@@ -93,7 +93,7 @@ def scatter_(cx: LoweringContext, x: View, dim: int, index: View, new: Any) -> V
 
 @rule("index_copy")
 def index_copy(cx: LoweringContext, x: View, dim: int, index: View, new: View) -> View:
-    return scatter(cx, x, new.shape, rows_named(x, dim, index, new))
+    return scatter(cx, x, new.shape, scattered(x, new.shape, dim, index, new))
 
 
 @rule("index_fill")
@@ -109,7 +109,7 @@ def scatter_add(cx: LoweringContext, x: View, dim: int, index: View, new: View) 
     """As ``accumulate``; but at one position per row, which no other one adds to, of an input: where it is."""
     if not one_per_row(x, dim, index) or not reaches_input(cx.node):
         return accumulate.scatter_add(cx, x, dim, index, new)
-    terms = scattered(x, dim, index, new)
+    terms = scattered(x, index.shape, dim, index, new)
 
     def term(k: NestBuilder) -> tuple[Sequence[IntLike], Scalar]:
         at, value = terms(k)

@@ -52,7 +52,7 @@ class Foreign:
             self.imported("triton", "import triton")
             self.lines.append(f"{name} = triton.language.constexpr({thing.value!r})")
         elif inspect.isfunction(thing):
-            self._function(name, thing)
+            self._function("function", name, thing)
         else:
             self.missing.append(f"{name}, a {type(thing).__name__}")
 
@@ -66,17 +66,17 @@ class Foreign:
         if line not in self.lines:
             self.lines.append(line)
 
-    def _function(self, name: str, f: Any) -> None:
-        text = self._source(f, name)
+    def _function(self, what: str, name: str, f: Any, *decorators: str) -> None:
+        text = self._source(f)
         if text is None:
-            self.missing.append(f"the function {name}, whose source is gone")
+            self.missing.append(f"the {what} {name}, whose source is gone")
             return
         self._used_by(f)
-        self.lines += ["", "", *text.splitlines()]
+        self.lines += ["", "", *decorators, *text.splitlines()]
         if f.__name__ != name:
             self.lines.append(f"{name} = {f.__name__}")
 
-    def _source(self, f: Any, name: str) -> str | None:
+    def _source(self, f: Any) -> str | None:
         """Without decorators."""
         try:
             lines = textwrap.dedent(inspect.getsource(f)).splitlines()
@@ -102,20 +102,13 @@ class Foreign:
             self.imported(where[0], f"from {where[0]} import {where[1]} as {name}")
             return
         self.imported("triton", "import triton")
-        text = self._source(function.fn, name)
-        if text is None:
-            self.missing.append(f"the Triton kernel {name}, whose source is gone")
-            return
-        self._used_by(function.fn)
         configs = [
             f"@triton.autotune(configs=[{', '.join(map(_config, a.configs))}], key={list(a.keys)!r})"
             for a in around if hasattr(a, "configs")
         ]  # fmt: skip
         if len(configs) < len(around):
             self.missing.append(f"what is around the Triton kernel {name}, besides its configurations")
-        self.lines += ["", "", *configs, "@triton.jit", *text.splitlines()]
-        if function.fn.__name__ != name:
-            self.lines.append(f"{name} = {function.fn.__name__}")
+        self._function("Triton kernel", name, function.fn, *configs, "@triton.jit")
 
     # -- operators ----------------------------------------------------------------------------------
     def op(self, op: Any) -> None:

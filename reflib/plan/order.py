@@ -451,9 +451,11 @@ def _waited_for(program: Program, node: Node) -> bool:
         return has_effect(node)
     devices = {program.buffers[b].device for b in (*node.reads(), *node.writes())}
     moves = len(devices) > 1 and "attention" not in str(node.target)  # (whose seeds are numbers of the host's)
-    return node.effect or bool(node.symbols) or moves or _communicates(node)
+    return node.effect or bool(node.symbols) or moves or communicates(node)
 
 
-def _communicates(node: Extern) -> bool:
+def communicates(x: Extern) -> bool:
     """Does it start a collective, or wait for one?"""
-    return "c10d" in str(node.target) or node.reason == "waits"
+    arguments = getattr(getattr(x.target, "_schema", None), "arguments", ())
+    names = ("_c10d_functional", "reflib.wait")
+    return str(x.target).startswith(names) or any(a.name == "group_name" for a in arguments)

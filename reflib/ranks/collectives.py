@@ -23,15 +23,15 @@ NB: TorchInductor moves starts and waits over a scheduled list of kernels, by es
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from ..fuse.dependencies import dependencies, inside
+from ..fuse.emit import order
 from ..fuse.result import Fused
 from ..fuse.updates import in_place_form
 from ..ir.program import Extern, Node, Program, View, full_view, iter_views
@@ -176,45 +176,30 @@ def _is_wait(node: Node) -> bool:
     return isinstance(node, Extern) and node.target is WAIT
 
 
-@dataclass
 class _Schedule:
-    program: Program
+    """What is ready is taken by its kind, then by its old position."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.pending: dict[str, int] = {}  # bytes of results that were started
 
     def run(self) -> list[int]:
-        """Positions in the new order: what is ready, by its kind, then by its old position."""
-        nodes, before = self.program.nodes, dependencies(self.program).before
-        left = [len(b) for b in before]
-        after: list[list[int]] = [[] for _ in nodes]
-        for i, b in enumerate(before):
-            for j in b:
-                after[j].append(i)
-        ready: dict[str, list[int]] = {"start": [], "compute": [], "wait": []}
-        for i, n in enumerate(left):
-            if n == 0:
-                heapq.heappush(ready[self._kind(i)], i)
-        out: list[int] = []
-        pending: dict[str, int] = {}
-        while len(out) < len(nodes):
-            i = heapq.heappop(ready[self._next(ready, pending)])
-            if is_start(nodes[i]):
-                pending |= self._results(i)
-            elif _is_wait(nodes[i]):
-                pending.pop(nodes[i].writes()[0], None)
-            out.append(i)
-            for j in after[i]:
-                left[j] -= 1
-                if left[j] == 0:
-                    heapq.heappush(ready[self._kind(j)], j)
-        return out
+        """Positions in the new order."""
+        return order(dependencies(self.program).before, self._kind, self._next)
 
     def _kind(self, i: int) -> str:
         node = self.program.nodes[i]
         return "start" if is_start(node) else "wait" if _is_wait(node) else "compute"
 
-    def _next(self, ready: dict[str, list[int]], pending: dict[str, int]) -> str:
+    def _next(self, ready: dict[str, list[int]], out: list[int]) -> str:
+        last = self.program.nodes[out[-1]] if out else None
+        if last is not None and is_start(last):
+            self.pending |= self._results(out[-1])
+        elif last is not None and _is_wait(last):
+            self.pending.pop(last.writes()[0], None)
         if ready["start"]:
-            more = sum(self._results(ready["start"][0]).values())
-            if not pending or sum(pending.values()) + more <= PENDING or not (ready["compute"] or ready["wait"]):
+            bytes = sum((self.pending | self._results(ready["start"][0])).values())
+            if not self.pending or bytes <= PENDING or not (ready["compute"] or ready["wait"]):
                 return "start"
         return next(kind for kind in ("compute", "wait", "start") if ready[kind])
 

@@ -16,7 +16,6 @@ NB: TorchInductor cuts its list of kernels in the same places (``Scheduler.shoul
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 
 from ..fuse.dependencies import dependencies, inside, sizes_needed
+from ..fuse.emit import order
 from ..generate import generate
 from ..ir.expr import Sym, expr
 from ..ir.program import Buffer, Extern, Node, Program, full_view, iter_views, symbols_in
@@ -33,7 +33,7 @@ from ..ir.verify import verify
 from ..options import Options
 from ..plan import plan
 from ..plan.arena import arena
-from ..plan.order import Lifetimes, owned
+from ..plan.order import Lifetimes, communicates, owned
 from ..plan.plan import allocated_by, bind_symbols
 from .python import passed_on
 from .runtime import expect
@@ -60,13 +60,6 @@ def why_not(node: Node, program: Program, kind: str) -> str:
             if communicates(n):
                 return f"{_name(n)} communicates"
     return ""
-
-
-def communicates(x: Extern) -> bool:
-    """Does it start a collective, or wait for one?"""
-    arguments = getattr(getattr(x.target, "_schema", None), "arguments", ())
-    names = ("_c10d_functional", "reflib.wait")
-    return str(x.target).startswith(names) or any(a.name == "group_name" for a in arguments)
 
 
 def _name(n: Node) -> str:
@@ -108,26 +101,12 @@ def _order(program: Program, whys: Sequence[str], stages: Any) -> list[int]:
     given = list(range(len(whys)))
     if any(isinstance(n, Extern) and communicates(n) for node in program.nodes for n in inside(node)):
         return given
-    before = dependencies(program).before
-    left = [len(b) for b in before]
-    after: list[list[int]] = [[] for _ in given]
-    for i, b in enumerate(before):
-        for j in b:
-            after[j].append(i)
-    ready: tuple[list[int], list[int]] = ([], [])  # what can be recorded, what cannot
-    for i in given:
-        if not left[i]:
-            ready[bool(whys[i])].append(i)
-    out: list[int] = []
-    kind = True
-    while len(out) < len(given):
-        kind = kind if ready[kind] else not kind
-        i = heapq.heappop(ready[kind])
-        out.append(i)
-        for j in after[i]:
-            left[j] -= 1
-            if not left[j]:
-                heapq.heappush(ready[bool(whys[j])], j)
+
+    def pick(ready: dict[bool, list[int]], out: list[int]) -> bool:
+        last = not out or bool(whys[out[-1]])
+        return last if ready[last] else not last
+
+    out = order(dependencies(program).before, lambda i: bool(whys[i]), pick)
     lives = Lifetimes(program, {} if stages is None else owned(stages))
     return out if lives.peak(tuple(out)) <= MORE * lives.peak(tuple(given)) else given
 

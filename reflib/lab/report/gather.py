@@ -21,7 +21,7 @@ from reflib.ir.program import (
 )
 from reflib.lab import machine
 from reflib.lab.decision_chart import _by_default
-from reflib.lab.pictures import SPREAD, layout, megabytes, moved_bytes, op_names, refusals
+from reflib.lab.pictures import SPREAD, flows, layout, megabytes, moved_bytes, op_names, refusals
 from reflib.lab.report.changes import FORMAT
 from reflib.lab.report.subject import Subject
 from reflib.lab.report.trial import Trial
@@ -206,17 +206,11 @@ def picture(program: Program, group: dict[str, int]) -> dict[str, Any]:
     inputs = [
         {"name": b, "at": at, "what": format_buffer(program.buffers[b])} for b, at in places.items() if b not in known
     ]
-    writer: dict[str, str] = {}
     edges: dict[tuple[str, str], dict[str, Any]] = {}
-    for node in program.nodes:
-        for b in node.reads():
-            start = writer.get(b, b)
-            if start in places and start != node.name:
-                size = program.buffers[b].nbytes.hint()
-                edge = edges.setdefault((start, node.name), {"from": start, "to": node.name, "buffers": [], "bytes": 0})
-                edge["buffers"].append(b)
-                edge["bytes"] += size
-        writer.update(dict.fromkeys(node.writes(), node.name))
+    for start, name, b, size in flows(program, places):
+        edge = edges.setdefault((start, name), {"from": start, "to": name, "buffers": [], "bytes": 0})
+        edge["buffers"].append(b)
+        edge["bytes"] += size
     return {"nodes": nodes, "inputs": inputs, "edges": list(edges.values())}
 
 
@@ -252,16 +246,11 @@ def _groups(e: Explanation) -> list[dict[str, Any]]:
         rows.append(
             {
                 "number": i, "name": g.name, "kind": g.kind, "members": len(g.members), "ops": op_names(node),
-                "moved": _moved(e.fused, [node]), "apart": _moved(e.inlined, members),
+                "moved": moved_bytes(e.fused, [node]), "apart": moved_bytes(e.inlined, members),
                 "lines": _lines(members or [node]),
             }
         )  # fmt: skip
     return rows
-
-
-def _moved(program: Program, nodes: Iterable[Any]) -> int:
-    touched = (b for n in nodes for b in {*n.reads(), *n.writes()} if b in program.buffers)
-    return sum(program.buffers[b].nbytes.hint() for b in touched)
 
 
 # -- decisions, memory, kernels, time ---------------------------------------------------------------
