@@ -23,10 +23,10 @@ from math import log2
 
 from ..ir.assume import limit_facts
 from ..ir.expr import Expr, Sym, expr
-from ..ir.loops import Index, Load, LoopNest, Reduce, Scan, Store, stmt_args
+from ..ir.loops import Index, Load, LoopNest, Reduce, Scan, Store
 from ..ir.program import Assume, Buffer, Config, KernelNode, Variant, kernel_with_fallback
 from ..ir.traffic import CLOSE, WARP, accesses, cost
-from ..ir.transforms import phases
+from ..ir.transforms import phases, varying
 from ..options import Options
 from ..seams import Seam
 from ..target import Target
@@ -93,9 +93,9 @@ class Traffic:
     @property
     def passes(self) -> int:
         """Reductions one after another, plus one when elementwise work on the row follows."""
-        r, body = self.space.r, self.space.body
-        along = [isinstance(s, Store) and r is not None and (s.index.has(r) or len(stmt_args(s)) > 1) for s in body]
-        rounds = [phase for phase, s, a in zip(phases(body), body, along) if a or isinstance(s, Reduce)]
+        body, each = self.space.body, varying(self.space.body, self.space.reduced_vars)
+        along = [a and isinstance(s, Store) or isinstance(s, Reduce) for s, a in zip(body, each)]
+        rounds = [phase for phase, a in zip(phases(body), along) if a]
         return 1 + max(rounds, default=0)
 
     @property

@@ -62,8 +62,10 @@ def test_an_index_of_clamped_numbers_needs_no_check_and_is_inside_for_nan(kind: 
     q, (u, v) = torch.randn(h, w), torch.randn(2, h, w) * 9
     want = advected(q, u, v, kind)
     e = reflib.explain(advected, q, u, v, kind, target="sm_90")
-    (kernel,), program = e.kernels, e.graphs[0].fused.program
-    program = replace(program, buffers={n: replace(b, device=q.device) for n, b in program.buffers.items()})
+    (kernel,), fused = e.kernels, e.graphs[0].fused
+    assert fused is not None
+    buffers = {n: replace(b, device=q.device) for n, b in fused.program.buffers.items()}
+    program = replace(fused.program, buffers=buffers)
     assert "ok" not in kernel.source
     unknown = torch.rand(2, h, w) < 0.1
     u[unknown[0]], v[unknown[1]] = float("nan"), float("nan")
