@@ -88,7 +88,7 @@ class Traffic:
         s = self.space
         dims = [v for v in (s.x, s.y, s.r) if v is not None and v.size != 1]
         full = [a for a in accesses(s.body, self.buffers) if not a.store and all(a.index.has(v) for v in dims)]
-        return max(1, sum(4 * a.sectors({v: WARP for v in dims[-1:]}) * SECTOR > WARP * a.itemsize for a in full))
+        return max(1, sum(4 * a.sectors(dict.fromkeys(dims[-1:], WARP)) * SECTOR > WARP * a.itemsize for a in full))
 
     @property
     def passes(self) -> int:

@@ -228,8 +228,9 @@ def _memory(t: Any) -> float:
 
 
 def _in_pieces(a: Access, v: Var) -> bool:
-    """Are points along ``v`` next to each other in aligned pieces of 16 bytes?"""
-    return all(_whole(m, c, v, READ_BYTES // max(2, a.itemsize)) for m, c in a.index.terms)
+    """Are points along ``v`` next to each other in aligned pieces of 16 bytes, or one in each piece?"""
+    terms = [(m, c) for m, c in a.index.terms if m or step(a.index, v)]
+    return all(_whole(m, c, v, READ_BYTES // max(2, a.itemsize)) for m, c in terms)
 
 
 def _whole(m: tuple[Atom, ...], c: int, v: Var, lane: int) -> bool:
