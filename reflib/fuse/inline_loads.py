@@ -35,11 +35,13 @@ MAX_OPS_ONCE = 60  # ... that is computed no more often than before
 MAX_OPS_REPEATED = 6  # ... more than twice as often as before
 MAX_LOADS = 4  # ... of matrices, of one computed twice: vectors, such as a norm's weights, are read from cache
 MAX_BODY = 240  # statements a consumer may grow to
+NEIGHBOURS = 4  # elements of a row that a thread has, at least
 MAX_TEXT = 1500  # characters of an index with // and %, which double per level where bounds prove nothing
 DEEPEST = 32  # producers, each in the next, that are asked for one of them
 MAX_MOVES = 4  # paddings and concatenations, one after another, that are looked through
 SELECTS = {"where", "and", "or", "not", "lt", "le", "gt", "ge", "eq", "ne"}
 EXPENSIVE = frozenset(INSTRUCTIONS)
+NATIVE = {"rsqrt", "exp", "exp2", "sigmoid"}  # of instructions alone
 Loads = list[tuple[tuple[Expr, ...], bool, float]]
 Place = tuple[int, tuple[Expr, ...], float]  # the reader, where, how much
 
@@ -262,8 +264,8 @@ def _again(p: Producer, work: _Work) -> bool:
     made = {s.buffer for s in whole.loads() if not any(isinstance(a, Ref) for a in s.index.atoms())}
     own = all(at for _, at in places) and all(buffers[b].kind != "temp" for b in made)  # a kernel more for it alone
     stored = (n + (name not in work.depends.needed)) * buffers[name].nbytes.hint()
-    if work.gpu and own and len(places) == 1 and isinstance(reader := work.nodes[r], LoopNest):
-        return _beyond_memory(reader, whole, work) < stored + LAUNCH[True]
+    if work.gpu and own and len(places) == 1 and _hidden(work.nodes[r], name, whole, work):
+        return True
     repeated, statements = _repeated(whole)
     light = max(repeated, statements) <= MAX_OPS_REPEATED  # a broadcast is read often, and is there once
     if work.gpu and (min(m, len(places)) if light else m) * statements > MAX_BODY and not gathers(whole):
@@ -275,12 +277,19 @@ def _again(p: Producer, work: _Work) -> bool:
     return again < stored + (light and own) * LAUNCH[work.gpu]
 
 
-def _beyond_memory(reader: LoopNest, whole: LoopNest, work: _Work) -> float:
-    """What a reader computes, with a producer in it for each of its elements, in bytes that memory moves beyond its."""
-    points, buffers = (reader.numel * reader.rnumel).hint(), work.program.buffers
-    used = [buffers[b] for b in {*reader.reads(), *reader.writes()}]
-    moved = sum(min(b.nbytes.hint(), points * b.dtype.itemsize) for b in used)
-    return max(0, (work_of(reader) + work_of(whole)) * points / PER_BYTE - moved)
+def _hidden(reader: Node, name: str, whole: LoopNest, work: _Work) -> bool:
+    """Does memory take as long as a reader that computes the producer of ``name`` for each of its elements? (What all
+    of a row have is computed once for those of them that a thread has; not the functions of a library, since LLVM does
+    not see that two calls are one.)"""
+    if not isinstance(reader, LoopNest):
+        return False
+    points, used = (reader.numel * reader.rnumel).hint(), {*reader.reads(), *reader.writes()}
+    row = [a.var for a in reader.axes if a.size != 1][-1:]
+    along = any(s.index.has(row[0]) for s in reader.loads() if s.buffer == name)
+    calls = sum(weight(s) for s in whole.body if isinstance(s, Op) and s.op in EXPENSIVE - NATIVE)
+    each = work_of(reader) + calls + (work_of(whole) - calls) / (1 if along else NEIGHBOURS)
+    moved = sum(min(b.nbytes.hint(), points * b.dtype.itemsize) for b in (work.program.buffers[u] for u in used))
+    return each * points <= PER_BYTE * moved
 
 
 def _waits(reader: int, first: int, work: _Work) -> bool:
