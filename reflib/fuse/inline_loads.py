@@ -283,12 +283,13 @@ def _hidden(reader: Node, name: str, whole: LoopNest, work: _Work) -> bool:
     not see that two calls are one.)"""
     if not isinstance(reader, LoopNest):
         return False
-    points, used = (reader.numel * reader.rnumel).hint(), {*reader.reads(), *reader.writes()}
+    points, added = (reader.numel * reader.rnumel).hint(), [s.buffer for s in reader.stores() if s.reduce]
     row = [a.var for a in reader.axes if a.size != 1][-1:]
     along = any(s.index.has(row[0]) for s in reader.loads() if s.buffer == name)
     calls = sum(weight(s) for s in whole.body if isinstance(s, Op) and s.op in EXPENSIVE - NATIVE)
     each = work_of(reader) + calls + (work_of(whole) - calls) / (1 if along else NEIGHBOURS)
-    moved = sum(min(b.nbytes.hint(), points * b.dtype.itemsize) for b in (work.program.buffers[u] for u in used))
+    used = [work.program.buffers[b] for b in (*reader.reads(), *reader.writes(), *added)]
+    moved = sum(min(b.nbytes.hint(), points * b.dtype.itemsize) for b in used)
     return each * points <= PER_BYTE * moved
 
 
