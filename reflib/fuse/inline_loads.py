@@ -278,19 +278,19 @@ def _again(p: Producer, work: _Work) -> bool:
 
 
 def _hidden(reader: Node, name: str, whole: LoopNest, work: _Work) -> bool:
-    """Does memory take as long as a reader that computes the producer of ``name`` for each of its elements? (What all
-    of a row have is computed once for those of them that a thread has; not the functions of a library, since LLVM does
-    not see that two calls are one.)"""
-    if not isinstance(reader, LoopNest):
+    """Does memory take as long as a reader that computes the producer of ``name``, a number per row, for each element?
+    (For those of a row that a thread has, once; not the functions of a library: LLVM does not see that calls are one.)
+    """
+    if not isinstance(reader, LoopNest) or not whole.loads():
+        return False
+    row = [a.var for a in reader.axes if a.size != 1][-1:]
+    if any(s.index.has(v) for s in reader.loads() if s.buffer == name for v in row):
         return False
     points, added = (reader.numel * reader.rnumel).hint(), [s.buffer for s in reader.stores() if s.reduce]
-    row = [a.var for a in reader.axes if a.size != 1][-1:]
-    along = any(s.index.has(row[0]) for s in reader.loads() if s.buffer == name)
     calls = sum(weight(s) for s in whole.body if isinstance(s, Op) and s.op in EXPENSIVE - NATIVE)
-    each = work_of(reader) + calls + (work_of(whole) - calls) / (1 if along else NEIGHBOURS)
+    each = work_of(reader) + calls + (work_of(whole) - calls) / NEIGHBOURS
     used = [work.program.buffers[b] for b in (*reader.reads(), *reader.writes(), *added)]
-    moved = sum(min(b.nbytes.hint(), points * b.dtype.itemsize) for b in used)
-    return each * points <= PER_BYTE * moved
+    return each * points <= PER_BYTE * sum(min(b.nbytes.hint(), points * b.dtype.itemsize) for b in used)
 
 
 def _waits(reader: int, first: int, work: _Work) -> bool:
