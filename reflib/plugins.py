@@ -148,6 +148,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "one_sum": "fuse.scatters:one_sum",
         "store_once": "fuse.store_once:store_once",
         "extremes": "fuse.extremes:extremes",
+        "unmask": "fuse.unmask:unmask",
         "narrow": "fuse.narrow:narrow",
         "strips": "fuse.strips:strips",
         "across": "fuse.unroll:across",

@@ -20,7 +20,7 @@ from .mapping import fresh
 
 Exprs = dict[Atom, Expr]
 
-_ORDER = {"lt": (0, 1, 1), "gt": (1, 0, 1), "le": (0, 1, 0), "ge": (1, 0, 0)}  # the less, the more, by how much
+ORDER = {"lt": (0, 1, 1), "gt": (1, 0, 1), "le": (0, 1, 0), "ge": (1, 0, 0)}  # the less, the more, by how much
 
 
 def decided(body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
@@ -44,9 +44,9 @@ def integer(s: Stmt) -> Expr | None:
 
 
 def _comparison(body: Sequence[Stmt], s: Stmt) -> bool | None:
-    if not isinstance(s, Op) or s.op not in _ORDER:
+    if not isinstance(s, Op) or s.op not in ORDER:
         return None
-    low, high, least = _ORDER[s.op]
+    low, high, least = ORDER[s.op]
     a, z = integer(body[s.args[low]]), integer(body[s.args[high]])
     if a is None or z is None:
         return None

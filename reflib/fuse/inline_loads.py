@@ -35,11 +35,13 @@ MAX_OPS_ONCE = 60  # ... that is computed no more often than before
 MAX_OPS_REPEATED = 6  # ... more than twice as often as before
 MAX_LOADS = 4  # ... of matrices, of one computed twice: vectors, such as a norm's weights, are read from cache
 MAX_BODY = 240  # statements a consumer may grow to
+NEIGHBOURS = 4  # elements of a row that a thread has, at least
 MAX_TEXT = 1500  # characters of an index with // and %, which double per level where bounds prove nothing
 DEEPEST = 32  # producers, each in the next, that are asked for one of them
 MAX_MOVES = 4  # paddings and concatenations, one after another, that are looked through
 SELECTS = {"where", "and", "or", "not", "lt", "le", "gt", "ge", "eq", "ne"}
 EXPENSIVE = frozenset(INSTRUCTIONS)
+NATIVE = {"rsqrt", "exp", "exp2", "sigmoid"}  # of instructions alone
 Loads = list[tuple[tuple[Expr, ...], bool, float]]
 Place = tuple[int, tuple[Expr, ...], float]  # the reader, where, how much
 
@@ -202,7 +204,8 @@ def _should_inline(loops: LoopNest, position: int, p: Producer, work: _Work) -> 
         return False
     if not _moves_less(loops, p, work):
         return False
-    weighed = work.gpu and work.again.get(p.store.buffer) and (not _reads_positions(p.loops) or _one_row(loads, p))
+    once = not _reads_positions(p.loops) or len({s.index for s in loads}) == 1 or _one_row(loads, p)
+    weighed = work.gpu and work.again.get(p.store.buffer) and once
     if not weighed and not _cheap(loops, loads, p):
         return False
     if any(s.mask is not None for s in loads) and not all(nonneg(s.size - 1) for s in positions):
@@ -239,8 +242,9 @@ def _again(p: Producer, work: _Work) -> bool:
     stored, L + S + n S; computed again, n L, and on a GPU m times the work, in what is moved meanwhile. (A kernel
     computes ``p`` and ``p.roll(1)`` from the same bytes, each by itself. A recurrence would compute all steps before in
     every step; in a residual network each block would compute all blocks before it.) For one reader at one place that
-    is always less. Readers are one kernel if they may be and none waits for another in between; of L, what they read
-    in any case is free. The answer is one for all readers: what one of them reads is stored, for all of them."""
+    is always less, unless it reads each result often and then computes longer than memory moves its bytes. Readers are
+    one kernel if they may be and none waits for another in between; of L, what they read in any case is free. The
+    answer is one for all readers: what one of them reads is stored, for all of them."""
     buffers, name, points = work.program.buffers, p.store.buffer, max(1, p.loops.numel.hint())
     kernels: dict[tuple[int, int, int], float] = {}  # readers that may become one kernel, by how much they read
     had: dict[tuple[int, int, int], set[str]] = {}  # ... and what else they read
@@ -257,6 +261,11 @@ def _again(p: Producer, work: _Work) -> bool:
     if n <= 1 and m <= 1:
         return True
     whole = _whole(p, work)[0].loops
+    made = {s.buffer for s in whole.loads() if not any(isinstance(a, Ref) for a in s.index.atoms())}
+    own = all(at for _, at in places) and all(buffers[b].kind != "temp" for b in made)  # a kernel more for it alone
+    stored = (n + (name not in work.depends.needed)) * buffers[name].nbytes.hint()
+    if work.gpu and own and len(places) == 1 and _hidden(work.nodes[r], name, whole, work):
+        return True
     repeated, statements = _repeated(whole)
     light = max(repeated, statements) <= MAX_OPS_REPEATED  # a broadcast is read often, and is there once
     if work.gpu and (min(m, len(places)) if light else m) * statements > MAX_BODY and not gathers(whole):
@@ -265,9 +274,23 @@ def _again(p: Producer, work: _Work) -> bool:
     read = [(part, sum(size(b) for b in set(whole.reads()) - had[k])) for k, part in kernels.items()]
     again = sum(part * more for part, more in read) * max(0, n - 1) / n
     again += max(0, m - 1) * (repeated - LOAD) * points / PER_BYTE if work.gpu else 0
-    own = light and all(at for _, at in places) and all(buffers[b].kind != "temp" for b in whole.reads())
-    stored = (n + (name not in work.depends.needed)) * buffers[name].nbytes.hint()
-    return again < stored + own * LAUNCH[work.gpu]  # (where no kernel reads or makes its elements, it is one more)
+    return again < stored + (light and own) * LAUNCH[work.gpu]
+
+
+def _hidden(reader: Node, name: str, whole: LoopNest, work: _Work) -> bool:
+    """Does memory take as long as a reader that computes the producer of ``name``, a number per row, for each element?
+    (For those of a row that a thread has, once; not the functions of a library: LLVM does not see that calls are one.)
+    """
+    if not isinstance(reader, LoopNest) or not whole.loads():
+        return False
+    row = [a.var for a in reader.axes if a.size != 1][-1:]
+    if any(s.index.has(v) for s in reader.loads() if s.buffer == name for v in row):
+        return False
+    points, added = (reader.numel * reader.rnumel).hint(), [s.buffer for s in reader.stores() if s.reduce]
+    calls = sum(weight(s) for s in whole.body if isinstance(s, Op) and s.op in EXPENSIVE - NATIVE)
+    each = work_of(reader) + calls + (work_of(whole) - calls) / NEIGHBOURS
+    used = [work.program.buffers[b] for b in (*reader.reads(), *reader.writes(), *added)]
+    return each * points <= PER_BYTE * sum(min(b.nbytes.hint(), points * b.dtype.itemsize) for b in used)
 
 
 def _waits(reader: int, first: int, work: _Work) -> bool:

@@ -9,6 +9,8 @@ always true, or a limit that is never reached, is no statement at all.
 
 A number that a conversion from floating point makes is unknown, but what is clamped to 0 <= x <= TOP is converted to
 32 bits right away, from no more than TOP. (Of what is below, and of NaN, a conversion makes something not above 0.)
+Where the floating-point number itself is clamped, only NaN is outside: that is put inside for an index, whose check
+goes, and what else reads the number still has what a conversion to 64 bits makes of NaN.
 """
 
 from collections import Counter
@@ -26,7 +28,7 @@ from ..ir.transforms import needed, select
 from ..options import Options
 from ..target import Target
 from .decided import folded
-from .ranges import Range, Ranges, bounds, either, is_float
+from .ranges import Range, Ranges, bounds, either, is_float, unless_nan
 from .result import Fused
 
 ONCE = "temp", 1  # a buffer of the program, which one node writes
@@ -146,9 +148,12 @@ def _signs(x: Range, y: Range) -> set[int] | None:
 
 
 def _narrowed(loops: LoopNest, stored: Ranges) -> LoopNest:
-    body, ranges = loops.body, bounds(loops.body, stored, loops.rnumel)
-    fits, near, cut = _fitting(body, ranges)
-    ends = {i for i, s in enumerate(body) if _takes_short(s, body, fits)}
+    body, sure = loops.body, bounds(loops.body, stored, loops.rnumel)
+    ranges = unless_nan(body, sure)
+    fits, near, cut = _fitting(body, ranges, sure)
+    always = [f and r is not None for f, r in zip(fits, sure, strict=True)]
+    near = [n or f and not a for n, f, a in zip(near, fits, always, strict=True)]
+    ends = {i for i, s in enumerate(body) if _takes_short(s, body, fits if isinstance(s, Indirect) else always)}
     if not ends:
         return loops
     small = _needed(body, (a for i in ends for a in stmt_args(body[i])), cut)
@@ -168,12 +173,14 @@ def _narrowed(loops: LoopNest, stored: Ranges) -> LoopNest:
             short[i] = b.cast(ids[i], torch.int32)
         elif i in small and isinstance(s, Op) and s.op == "cast":
             source = ids[s.args[0]]
-            most = b.op("minimum", source, b.const(TOP, torch.float32)) if near[i] else source
+            most = source if fits[i] else b.op("minimum", source, b.const(TOP, torch.float32))
             short[i] = b.cast(most, torch.int32)
+            if fits[i] and not always[i]:
+                short[i] = b.op("maximum", short[i], b.const(int(ranges[i][0]), torch.int32))  # type: ignore[index]
         elif i in small:
             short[i] = b.add(replace(map_stmt(s, args), dtype=torch.int32))  # type: ignore[call-arg]
         elif isinstance(s, Indirect):
-            checked = not _inside(ranges[s.arg], s) and s.checked
+            checked = not _inside((ranges if i in ends else sure)[s.arg], s) and s.checked
             ids[i] = b.add(replace(s, arg=args[s.arg], checked=checked))
         elif i in ends and isinstance(s, Op) and s.op == "cast":
             ids[i] = b.cast(args[s.args[0]], s.dtype)
@@ -191,13 +198,15 @@ def _takes_short(s: Stmt, body: Sequence[Stmt], fits: Sequence[bool]) -> bool:
     return takes and all(fits[a] for a in stmt_args(s)) and any(isinstance(body[a], Op) for a in stmt_args(s))
 
 
-def _fitting(body: Sequence[Stmt], ranges: Sequence[Range]) -> tuple[list[bool], list[bool], list[bool]]:
+def _fitting(
+    body: Sequence[Stmt], ranges: Sequence[Range], sure: Sequence[Range]
+) -> tuple[list[bool], list[bool], list[bool]]:
     """For each statement: is it an int64 that fits 32 bits? Or one of which the nearest 32-bit integer can be computed
-    in these? Of those that fit: must it be computed in 64 bits, and cut?"""
+    in these? Of those that fit: must it be computed in 64 bits, and cut? (What may be made of NaN as well cannot.)"""
     fits: list[bool] = []
     near: list[bool] = []
     cut: list[bool] = []
-    for s, r in zip(body, ranges, strict=True):
+    for s, r, always in zip(body, ranges, sure, strict=True):
         ok = r is not None and -(2**31) <= r[0] <= r[1] < 2**31
         close, exact = False, isinstance(s, (Const, Index))
         if isinstance(s, Op):
@@ -214,6 +223,7 @@ def _fitting(body: Sequence[Stmt], ranges: Sequence[Range]) -> tuple[list[bool],
             else:
                 exact = exact and s.op in SAME
         ok = ok and getattr(s, "dtype", None) == torch.int64 and not isinstance(s, (Indirect, Store))
+        ok = ok and (exact or always is not None)
         fits.append(ok)
         near.append(close and not ok and getattr(s, "dtype", None) == torch.int64)
         cut.append(ok and not exact)

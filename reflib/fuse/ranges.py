@@ -2,8 +2,10 @@
 
 A position is within the ranges of its loop variables, an integer that is read within its dtype, and from there it goes
 statement by statement. Of floating-point numbers only those are known that integers were made into: others may be NaN.
+(``unless_nan``: what they are if they are not.)
 """
 
+import ctypes
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -18,6 +20,7 @@ from ..ir.loops import Const, Index, Load, Op, Reduce, Scan, Stmt
 Range = tuple[float, float] | None  # both ends included; None: unknown
 Ranges = dict[str, Range]  # by buffer
 ROUNDING = 1e-6  # of a float32, relative; generous
+EXACT = frozenset("maximum minimum floor ceil round trunc neg abs where".split())  # nothing is rounded
 LARGE = 1e30  # what is computed from less is no infinity
 
 
@@ -28,11 +31,26 @@ def bounds(body: Sequence[Stmt], stored: Ranges | None = None, points: Expr = ZE
         r = _loaded(s, stored or {}) if isinstance(s, Load) else _range(s, body, out, points.constant or 0)
         if r is not None and getattr(s, "dtype", torch.int64).is_floating_point:
             slack = ROUNDING * max(abs(r[0]), abs(r[1]))
-            r = (r[0] - slack, r[1] + slack) if isinstance(s, Op) else r
+            r = (r[0] - slack, r[1] + slack) if isinstance(s, Op) and s.op not in EXACT else r
         elif r is not None and (dtype := getattr(s, "dtype", torch.int64)) != torch.bool:
             limits = torch.iinfo(dtype)
             r = r if limits.min <= r[0] and r[1] <= limits.max else None  # it wraps around
         out.append(r if r is not None and max(abs(r[0]), abs(r[1])) < LARGE else None)
+    return out
+
+
+def unless_nan(body: Sequence[Stmt], known: Sequence[Range]) -> list[Range]:
+    """``known``, and the ranges of clamped numbers, and of int64 made of these, for all but NaN."""
+    out: list[Range] = []
+    for s, r in zip(body, known, strict=True):
+        if r is None and isinstance(s, Op):
+            args = [out[a] or (is_float(body, a) and (-math.inf, math.inf)) or _any_of(body[a]) for a in s.args]
+            whole = s.op == "cast" and is_float(body, s.args[0]) and s.dtype == torch.int64
+            if s.op in EXACT or whole or not s.dtype.is_floating_point and s.op in ("add", "sub", "mul"):
+                r = _trunc(*args) if whole else _RANGES[s.op](*args[s.op == "where" :])  # type: ignore[arg-type]
+            if r is not None and s.dtype == torch.int64 and not -(2**63) <= r[0] <= r[1] < 2**63:
+                r = None
+        out.append(r)
     return out
 
 
@@ -54,7 +72,8 @@ def _range(s: Stmt, body: Sequence[Stmt], out: Sequence[Range], points: int) -> 
             return min(0, points * r[0]), max(0, points * r[1])
         return r if s.kind in ("argmax", "argmin", "max", "min", "sort") else None
     if isinstance(s, Const):
-        return (s.value, s.value)
+        value = ctypes.c_float(s.value).value if s.dtype == torch.float32 else s.value
+        return value, value
     if isinstance(s, Index):
         top, bottom = max_value(s.expr), max_value(ZERO - s.expr)
         return None if top is None or bottom is None else (-bottom, top)
@@ -66,10 +85,9 @@ def _range(s: Stmt, body: Sequence[Stmt], out: Sequence[Range], points: int) -> 
         return None
     if s.op == "cast":
         whole = body[s.args[0]].dtype.is_floating_point and not s.dtype.is_floating_point  # type: ignore[union-attr]
-        low, high = known[0]
         if s.dtype == torch.bool or s.dtype.is_floating_point and s.dtype.itemsize < 4:
             return None
-        return (math.trunc(low), math.trunc(high)) if whole else (low, high)
+        return _trunc(known[0]) if whole else known[0]
     formula = _RANGES.get(s.op)
     return None if formula is None else formula(*known)
 
@@ -96,6 +114,10 @@ def _ends(op: Callable[[Any, Any], float]) -> Callable[..., Range]:
     return formula
 
 
+def _whole(op: Callable[[float], int]) -> Callable[[tuple[float, float]], tuple[float, float]]:
+    return lambda a: tuple(op(x) if math.isfinite(x) else x for x in a)  # type: ignore[return-value]
+
+
 def _common(a: tuple[float, float], b: tuple[float, float]) -> Range:
     """Bits in both."""
     tops = [int(r[1]) for r in (a, b) if r[0] >= 0]
@@ -120,8 +142,8 @@ _RANGES: dict[str, Callable[..., Range]] = {
     "maximum": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
     "minimum": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
     "where": either,
-    "floor": lambda a: (math.floor(a[0]), math.floor(a[1])),
-    "ceil": lambda a: (math.ceil(a[0]), math.ceil(a[1])),
-    "round": lambda a: (math.floor(a[0]), math.ceil(a[1])),
-    "trunc": lambda a: (math.trunc(a[0]), math.trunc(a[1])),
+    "floor": _whole(math.floor),
+    "ceil": _whole(math.ceil),
+    "round": lambda a: (_whole(math.floor)(a)[0], _whole(math.ceil)(a)[1]),
+    "trunc": (_trunc := _whole(math.trunc)),
 }

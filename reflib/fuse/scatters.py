@@ -1,8 +1,8 @@
 """Loop nests that store, or add atomically, at places that tensors name (``lower.scatter``, ``lower.accumulate``).
 
 Their neighbours join them like those of any elementwise loop nest: a gradient is computed where it is added. What fills
-the buffer stays outside by the rule about indices: it touches other elements. What reads it, and reductions, stay
-outside by ``scatter_rule``.
+the buffer stays outside by the rule about indices: it touches other elements. What reads it, and reductions but those
+of which a row adds one number, stay outside by ``scatter_rule``.
 
 The fill copies the tensor that is written to; ``in_place`` drops the copies that are not needed.
 
@@ -18,7 +18,7 @@ in any case.
 
 from dataclasses import replace
 
-from ..ir.expr import Ref
+from ..ir.expr import Ref, product
 from ..ir.loops import Const, Load, LoopNest, Op, Stmt, Store, stmt_args
 from ..ir.program import Program
 from ..ir.rename import renamed
@@ -38,8 +38,8 @@ def scatters(s: Store) -> bool:
 
 
 def scatter_rule(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
-    """A reduction may go over its row several times, and keeps what is done once per row apart from what is done for
-    each element; an atomic addition must happen exactly once at every point. (A store may happen again.)"""
+    """A reduction may go over its row several times, and does once what is done per row; an atomic addition must happen
+    exactly once at every point. (A store may happen again.)"""
     for left, right in ((a, b), (b, a)):
         for name in left.writes.keys() & right.reads.keys():
             if _added(name, c):  # (a tensor of one element, or row: the places are known, and the same as the reader's)
@@ -48,11 +48,19 @@ def scatter_rule(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
     if not reduces and not template:
         return None
     found = [s for x in (a, b) for _, loops, _ in x.parts for s in loops.stores() if scatters(s)]
-    if reduces and any(s.reduce for s in found):
-        return Reason("scatter", "one adds at places in a tensor, the other reduces")
+    if reduces and any(s.reduce for s in found) and not _once_per_row(a, b):
+        return Reason("scatter", "one adds each element at places in a tensor, the other reduces")
     if template and found:
         return Reason("template", "a matrix product's kernel stores nothing at places in a tensor")
     return None
+
+
+def _once_per_row(a: Cluster, b: Cluster) -> bool:
+    """Do two groups of which one reduces, both over the same rows, add at places for each row, none for elements?"""
+    rows = product(x.size for x in (a if a.reduces else b).axes if x.kind == "p")
+    loops = [n for x in (a, b) for _, n, _ in x.parts]
+    plain = not (a.scans or b.scans) and all(s.reduce != "sum" for n in loops for s in n.stores())
+    return plain and all(n.numel == rows for n in loops if any(s.reduce for s in n.stores()))
 
 
 def _added(buffer: str, c: FusionContext) -> bool:

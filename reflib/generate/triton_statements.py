@@ -210,7 +210,8 @@ class StatementPrinter:
 
     def _store(self, s: Store) -> None:
         buffer, value = self.buffers[s.buffer], self.values[s.value]
-        everywhere = [Value("", frozenset(self.order))] if s.reduce else []  # each point adds, whatever it depends on
+        rows = frozenset(self.order) - {"r"}
+        everywhere = [Value("", rows)] if s.reduce else []  # each of them adds, whatever that depends on
         text, masks, _ = self._access(s.index, [value, *everywhere])
         stored = self._typed(s.value)
         if buffer.dtype == torch.bool:

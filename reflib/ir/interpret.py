@@ -225,8 +225,9 @@ def _run_stmt(s: Stmt, values: list[Any], memory: dict[str, torch.Tensor], env: 
         return _load(s, values, memory[s.buffer], _tensor(s.index, env, device))
     if isinstance(s, Store):
         value, index = values[s.value], _tensor(s.index, env, device)
-        if s.reduce:  # over every point, also along axes that neither mentions
-            value, index = value.expand(extents), index.expand(extents)
+        if s.reduce:  # over every point, also along axes that neither mentions; an atomic one: once per row
+            every = [1 if s.reduce == "atomic" and d in rdims else n for d, n in enumerate(extents)]
+            value, index = value.expand(every), index.expand(every)
         _store(s, value, memory[s.buffer], index)
         return None
     if isinstance(s, Const):

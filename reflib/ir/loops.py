@@ -33,8 +33,8 @@ A ``scan`` has a value at each point of a single r axis: what a ``reduce`` of th
 * ``store b[e] += %j``: per index e the sum of %j over all points with that index, parallel ones included. ``b`` has
   more rows than one, and e counts from the start of each: the sum of column e is divided among the rows as the
   generator likes (one row per program), so only the sum of all rows has a meaning. Nothing else touches these columns.
-* ``store b[e] atomic += %j``: at every point of the axes, parallel all, %j is added to element e, in any order. An
-  earlier node has filled ``b``; no other statement of this loop nest touches it. (GPU only.)
+* ``store b[e] atomic += %j``: at every point of the parallel axes %j, which no r axis varies, is added to element e, in
+  any order. An earlier node has filled ``b``; no other statement of this loop nest touches it. (GPU only.)
 * A fused kernel is again a LoopNest: bodies joined, loads of what was just stored replaced by the value. So one
   verifier, one interpreter and one printer serve every stage from ``lower`` to ``schedule``.
 

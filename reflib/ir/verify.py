@@ -320,7 +320,7 @@ class _Inside:
         """Each point that executes a store must write its own element (except scatters, whose index is a value). An
         empty tensor may have any strides: torch gives shape [0, 4] the strides (1, 0)."""
         if s.reduce:
-            return self.check_atomic(i, s) if s.reduce == "atomic" else self.check_sums(i, s)
+            return self.check_atomic(i, s, level) if s.reduce == "atomic" else self.check_sums(i, s)
         atoms = s.index.atoms()
         if any(isinstance(a, Ref) for a in atoms) or any(a.size == 0 for a in self.loops.axes):
             return
@@ -328,13 +328,13 @@ class _Inside:
             many = a.size != 1 and (a.kind == "p" or level[i] or level[s.value])
             self.fail_if(many and a.var not in atoms, i, f"every {a.var} writes the same element")
 
-    def check_atomic(self, i: int, s: Store) -> None:
-        """It adds to what an earlier node stored, at every point; nothing else here touches the buffer."""
+    def check_atomic(self, i: int, s: Store, level: list[bool]) -> None:
+        """It adds to what an earlier node stored, once per row; nothing else here touches the buffer."""
         buffer = self.buffers[s.buffer]
         self.fail_if(buffer.dtype not in ATOMIC, i, f"no atomic addition of {buffer.dtype}")
         self.fail_if(s.buffer not in self.filled, i, f"{s.buffer} is added to before it is filled")
-        reduces = bool(self.loops.reduced) or any(isinstance(o, (Reduce, Scan)) for o in self.loops.body)
-        self.fail_if(reduces, i, "an atomic addition beside a reduction")
+        each = level[i] or level[s.value] or any(isinstance(o, Scan) for o in self.loops.body)
+        self.fail_if(each, i, "an atomic addition for each element of a row")
         others = {getattr(o, "reduce", "load") for o in self.touching(s.buffer)}
         self.fail_if(others != {"atomic"}, i, "another statement touches the sums")
 

@@ -87,10 +87,11 @@ def _one_empty_axis(loops: LoopNest) -> LoopNest:
 
 
 def _tile_sides(loops: LoopNest, order: Sequence[Axis], moved: Sequence[Access]) -> tuple[Axis, Axis] | None:
-    """(x, y) when accesses are contiguous in two different axes, both long enough, and a tile of these touches clearly
-    fewer sectors than ``order``; else None."""
-    sides = [a for a in loops.axes if a.size.hint() >= MIN_TILE and any(_rows_along(a, m.index) for m in moved)]
-    tiles = {pair: cost(moved, {a.var: min(TILE, a.size.hint()) for a in pair}) for pair in combinations(sides, 2)}
+    """(x, y) when accesses, each with both, are contiguous in two different axes, both long enough, and a tile of these
+    touches clearly fewer sectors than ``order``; else None."""
+    sides = {a: [m.index for m in moved if _rows_along(a, m.index)] for a in loops.axes if a.size.hint() >= MIN_TILE}
+    pairs = [p for p in combinations(sides, 2) if all(any(i.has(b.var) for i in sides[a]) for a, b in (p, p[::-1]))]
+    tiles = {pair: cost(moved, {a.var: min(TILE, a.size.hint()) for a in pair}) for pair in pairs}
     best = min(tiles, key=lambda pair: tiles[pair], default=None)
     if best is None or tiles[best] > WORTH * cost_of_order(moved, order):
         return None

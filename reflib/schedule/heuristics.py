@@ -23,14 +23,14 @@ from math import log2
 
 from ..ir.assume import limit_facts
 from ..ir.expr import Expr, Sym, expr
-from ..ir.loops import Index, Load, LoopNest, Reduce, Scan, Store, stmt_args
+from ..ir.loops import Index, Load, LoopNest, Reduce, Scan, Store
 from ..ir.program import Assume, Buffer, Config, KernelNode, Variant, kernel_with_fallback
-from ..ir.traffic import CLOSE, WARP, accesses, cost
-from ..ir.transforms import phases
+from ..ir.traffic import CLOSE, SECTOR, WARP, accesses, cost
+from ..ir.transforms import phases, varying
 from ..options import Options
 from ..seams import Seam
 from ..target import Target
-from .axes import Space, layout, step
+from .axes import Space, layout
 
 # (traffic of each part, Target, Options, general) -> (Config, what it assumes), of kernels of a shape of their own, or
 # None.
@@ -71,7 +71,7 @@ def choose_configs(
 @dataclass(frozen=True)
 class Traffic:
     """One part on the grid, and its traffic per point: ``width`` of the main elements in bytes and the number of
-    ``streams`` (loads that vary with all of the block's dimensions)."""
+    ``streams`` (loads that vary with all of the block's dimensions, by more than one number per row of many)."""
 
     part: LoopNest
     buffers: dict[str, Buffer]
@@ -87,15 +87,15 @@ class Traffic:
     def streams(self) -> int:
         s = self.space
         dims = [v for v in (s.x, s.y, s.r) if v is not None and v.size != 1]
-        full = [ld for ld in s.loads if all(step(ld.index, v) != 0 or ld.index.has(v) for v in dims)]
-        return max(1, len({(ld.buffer, ld.index) for ld in full}))
+        full = [a for a in accesses(s.body, self.buffers) if not a.store and all(a.index.has(v) for v in dims)]
+        return max(1, sum(4 * a.sectors(dict.fromkeys(dims[-1:], WARP)) * SECTOR > WARP * a.itemsize for a in full))
 
     @property
     def passes(self) -> int:
         """Reductions one after another, plus one when elementwise work on the row follows."""
-        r, body = self.space.r, self.space.body
-        along = [isinstance(s, Store) and r is not None and (s.index.has(r) or len(stmt_args(s)) > 1) for s in body]
-        rounds = [phase for phase, s, a in zip(phases(body), body, along) if a or isinstance(s, Reduce)]
+        body, each = self.space.body, varying(self.space.body, self.space.reduced_vars)
+        along = [a and isinstance(s, Store) or isinstance(s, Reduce) for s, a in zip(body, each)]
+        rounds = [phase for phase, a in zip(phases(body), along) if a]
         return 1 + max(rounds, default=0)
 
     @property

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -296,6 +297,7 @@ def test_other_cases_are_calls(fn: Callable[..., Any]) -> None:
 N, R = Var("i", expr(4)), Var("r", expr(3))
 AT = (Load("where", expr(N), I64), Indirect(0, expr(5)), Load("new", expr(N), F32))
 ADD = Store("sums", expr(Ref(1, expr(5))), 2, "atomic")
+ROWS = (Axis(N, "p"), Axis(R, "r"))
 
 
 def check(*body: Any, fill: bool = True, dtype: torch.dtype = F32, axes: tuple[Axis, ...] = (Axis(N, "p"),)) -> None:
@@ -312,12 +314,13 @@ def check(*body: Any, fill: bool = True, dtype: torch.dtype = F32, axes: tuple[A
 def test_atomic_stores_are_verified() -> None:
     check(*AT, ADD)
     check(*AT, ADD, ADD)
+    check(*AT, Load("new", expr(R), F32), Reduce("sum", (3,), F32), ADD, replace(ADD, value=4), axes=ROWS)
     for message, body, more in (
         ("before it is filled", (*AT, ADD), {"fill": False}),
         ("no atomic addition", (*AT, ADD), {"dtype": BF16}),
         ("another statement", (*AT, Load("sums", expr(N), F32), ADD), {}),
         ("another statement", (*AT, ADD, Store("sums", expr(N), 2)), {}),
-        ("beside a reduction", (*AT, Reduce("sum", (2,), F32), ADD), {"axes": (Axis(N, "p"), Axis(R, "r"))}),
+        ("for each element", (*AT[:2], Load("new", expr(R), F32), Reduce("sum", (2,), F32), ADD), {"axes": ROWS}),
     ):
         with pytest.raises(VerifyError, match=message):
             check(*body, **more)

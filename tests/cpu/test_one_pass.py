@@ -156,6 +156,31 @@ def test_a_step_over_columns_holds_few_bytes_per_thread(dtype: torch.dtype, stre
     assert each > 4 or dtype != torch.bfloat16
 
 
+def pixel_norm(x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    y = torch.where(x > 0, x, 0.2 * x) + b[:, None, None]
+    return y * (y.square().mean(1, keepdim=True) + 1e-8).rsqrt()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_columns_that_no_cache_holds_until_they_are_read_again_stay_in_registers(seed: int) -> None:
+    rng = random.Random(seed)
+    channels = rng.randint(257, 380)
+    for images in (9, 5):
+        s = stages(pixel_norm, torch.empty(images, channels, 64, 64), torch.empty(channels))
+        assert s.kernels is not None
+        looped = "for r0" in next(iter(s.kernels.values())).source
+        assert looped == (images * channels * 64 * 64 * 4 < 32 << 20)
+
+
+@triton
+@pytest.mark.parametrize("channels", [128, 256, 512])
+def test_a_vector_does_not_lay_columns_out_along_itself(channels: int) -> None:
+    s = stages(pixel_norm, torch.empty(16, channels, 64, 64), torch.empty(channels))
+    assert s.kernels is not None
+    text = sass(compile_kernel(next(iter(s.kernels.values())), parse_target("sm_90")))
+    assert len(re.findall(r"\bSHFL\.", text)) <= 30 and "for r0" not in next(iter(s.kernels.values())).source
+
+
 def test_columns_are_cut_into_equal_pieces() -> None:
     """Where a number of pieces near the wanted one divides the rows: there are no masks, and no weights of elements."""
     rng = random.Random(9)
