@@ -90,8 +90,12 @@ def _joined(loops: LoopNest, a: Axis, cuts: list[int], buffers: dict[str, Buffer
 def _piece(loops: LoopNest, a: Axis, low: int, high: int) -> LoopNest:
     inner = fresh(expr(high - low))
     env: dict[Atom, IntLike] = {a.var: low + (0 if high - low == 1 else expr(inner))}
-    axes = tuple(Axis(inner, "p") if x is a else x for x in loops.axes if x is not a or high - low > 1)
-    return rename_axes(merge_axes(replace(loops, axes=axes, body=decided(substitute(loops.body, env)))))
+    axes = [Axis(inner, "p") if x is a else x for x in loops.axes if x is not a or high - low > 1]
+    body = decided(substitute(loops.body, env))
+    steps = [loops.stores()[0].index.subs(env).coefficient(x.var) for x in axes]
+    if None not in steps:  # the whole's order is one for all that it read
+        axes = [x for _, x in sorted(zip(steps, axes), key=lambda at: -abs(at[0].hint()))]  # type: ignore[union-attr]
+    return rename_axes(merge_axes(replace(loops, axes=tuple(axes), body=body)))
 
 
 def _cuts(loops: LoopNest, a: Axis, buffers: dict[str, Buffer]) -> list[int]:
