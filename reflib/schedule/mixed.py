@@ -11,7 +11,7 @@ the assembler is told (a layer norm of 1,024 columns takes 147).
 """
 
 from ..errors import GenerateError
-from ..fuse.mix_order import HELD, REGISTERS, THREADS, block, column_sums, per_element, rows_held
+from ..fuse.mix_order import HELD, REGISTERS, THREADS, block, column_sums, per_element, programs, rows_held
 from ..ir.program import Assume, Config
 from ..options import Options
 from ..target import Target
@@ -31,11 +31,11 @@ def mixed(
     if s.r is None:
         raise GenerateError(f"{t.part.name} sums columns and reduces no rows: fusion should not have left it so")
     length = int(s.r.size)
-    rblock, programs = block(length), int(t.buffers[sums[0].buffer].shape[0])
+    rblock, count = block(length), programs(sums[0], length, t.buffers)
     reads = {(ld.buffer, ld.index): (t.buffers[ld.buffer], ld.index.has(s.x)) for ld in s.loads if ld.index.has(s.r)}
-    each, two = per_element(len(sums), reads.values()), programs > target.units
+    each, two = per_element(len(sums), reads.values()), count > target.units
     xblock = rows_held(length, each, 1 + two)
-    while xblock > 1 and s.x.size.hint() // programs < xblock:
+    while xblock > 1 and s.x.size.hint() // count < xblock:
         xblock //= 2
     two = two and xblock * rblock * each <= REGISTERS * THREADS / 2
     warps = 16 if xblock == 1 and rblock >= HELD and not two else 8
