@@ -17,10 +17,11 @@ What parts have in common is read once by kernels that store several (``shared_p
 """
 
 from dataclasses import replace
+from itertools import pairwise
 
 from ..ir.expr import Atom, IntLike, expr
 from ..ir.instructions import LOAD, PER_BYTE, work_of
-from ..ir.loops import Axis, Load, LoopNest, Op, Reduce, Scan
+from ..ir.loops import Axis, LoopNest, Op, Reduce, Scan
 from ..ir.program import Buffer, Node, Program
 from ..ir.transforms import merge_axes, rename_axes, substitute
 from ..options import Options
@@ -84,7 +85,7 @@ def _joined(loops: LoopNest, a: Axis, cuts: list[int], buffers: dict[str, Buffer
         if max(less) < 0:
             break
         del ends[1 + less.index(max(less))]
-    return [made[part][0] for part in zip(ends, ends[1:])] if len(ends) > 2 else []
+    return [made[part][0] for part in pairwise(ends)] if len(ends) > 2 else []
 
 
 def _piece(loops: LoopNest, a: Axis, low: int, high: int) -> LoopNest:

@@ -21,12 +21,16 @@ warps: that happens once, at the end.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from ..fuse.mix_order import programs
-from ..ir.expr import Expr, Ref, Var, divide_exact, expr, mod, product
+from ..ir.expr import Expr, Ref, Var, expr, mod, product
 from ..ir.loops import Load, Store, stmt_args, stmt_exprs
+from ..ir.program import Buffer, Config
+from ..schedule.axes import Space
+from ..schedule.mixed import by_group
 from .triton_body import BLOCK, PartPrinter
 from .triton_facts import paren
 from .triton_statements import Dims
@@ -35,22 +39,24 @@ from .triton_statements import Dims
 class MixedPrinter(PartPrinter):
     """Prints the one part of such a kernel: a program per row of the partial sums."""
 
+    def __init__(self, space: Space, config: Config, buffers: dict[str, Buffer], *more: Any, **named: Any):
+        super().__init__(by_group(space, buffers), config, buffers, *more, **named)
+
     def programs(self) -> Expr:
         return expr(programs(self._sums()[0], int(self._rsize()), self.buffers))
 
     def print(self) -> list[str]:
-        body, groups = self.space.body, self._groups()
-        rows, each = divide_exact(self.space.x.size, expr(groups)), self._varies()
-        assert rows is not None
-        share = int(self.programs()) // groups
+        body, each, z = self.space.body, self._varies(), self.space.z
+        groups = 1 if z is None else int(z.size)
+        rows, share = self.space.x.size // groups, int(self.programs()) // groups
         self.step = share * self.block["x"]
         self.end, start = self.size(rows), "pid * XBLOCK"
         self.put(f"pid = tl.program_id(0){'.to(tl.int64)' if self.wide else ''}")
-        if groups > 1:
+        if z is not None:  # a program has rows of one group
             self.masks["x"] = rows.constant is None or int(rows) % self.block["x"] != 0
-            self.put(f"start = pid // {share} * {paren(self.end)}  # of a group of rows")
-            self.put(f"end = start + {self.end}")
-            self.end, start = "end", f"start + pid % {share} * XBLOCK"
+            self.put(f"z = pid // {share}")
+            self.put(f"end = (z + 1) * {paren(self.end)}")
+            self.end, start = "end", f"z * {paren(self.end)} + pid % {share} * XBLOCK"
         self._r_block("")
         for i in range(len(body)):
             if not each[i]:
@@ -81,10 +87,6 @@ class MixedPrinter(PartPrinter):
     def _mask(self, d: str) -> None:
         self.put(f"xmask = x < {self.end}")
 
-    def _groups(self) -> int:
-        """How many groups of rows are summed apart from each other, by programs of their own."""
-        return max(int(self.programs()) // int(self.buffers[s.buffer].shape[0]) for s in self._sums())
-
     def _sums(self) -> list[Store]:
         return [s for s in self.space.stores if s.reduce]
 
@@ -108,8 +110,7 @@ class MixedPrinter(PartPrinter):
 
     def _fetch(self, by: Expr) -> None:
         """Load the rows ``by`` further on, as far as there are any."""
-        end = self.end if by == 0 else f"{paren(self.end)} - {by}" if self._groups() > 1 else ""
-        self.put(f"more = x < {end or self.size(self.space.x.size - by)}")
+        self.put(f"more = x < {self.size(self.space.x.size - by) if self.space.z is None else f'end - {by}'}")
         self.dims: dict[int, Dims] = {}
         masks = dict(self.masks)
         self.masks["x"] = True
@@ -135,8 +136,9 @@ class MixedPrinter(PartPrinter):
         """One row of the partial results."""
         name, one = self._sum(s), self.block["x"] == 1
         shape, pid = self.buffers[s.buffer].shape, expr(Var("pid", self.programs()))
-        row = mod(pid, shape[0]) * product(shape[1:]) + pid // shape[0] * self._rsize()
-        text, masks, _ = self._access(s.index.subs({self.space.x: 0}) + row, ())
+        assert not s.index.has(self.space.x)
+        row = mod(pid, shape[0]) * product(shape[1:])
+        text, masks, _ = self._access(s.index + row, ())
         total = name if one else f"tl.sum({name}, axis={self.order.index('x')}, keep_dims=True)"
         mask = f", mask={' & '.join(masks)}" if masks else ""
         self.put(f"tl.store({self.pointer(s.buffer)} + ({text}), {total}{mask})")

@@ -10,13 +10,30 @@ alone on a multiprocessor want 16. Of two programs each has half of its register
 the assembler is told (a layer norm of 1,024 columns takes 147).
 """
 
+from dataclasses import replace
+
 from ..errors import GenerateError
 from ..fuse.mix_order import HELD, REGISTERS, THREADS, block, column_sums, per_element, programs, rows_held
-from ..ir.program import Assume, Config
+from ..ir.expr import Var, expr, product
+from ..ir.program import Assume, Buffer, Config
+from ..ir.transforms import substitute
 from ..options import Options
 from ..target import Target
+from .axes import Space
 from .heuristics import Traffic
 from .uneven import turned
+
+
+def by_group(space: Space, buffers: dict[str, Buffer]) -> Space:
+    """``space`` with the group of rows that a program has as a variable of its own, ``z``, where rows are summed in
+    groups: what is read of a group does not change from row to row."""
+    x, r = space.x, space.r
+    own = [s for s in space.stores if s.reduce and s.index.has(x)]
+    if not own or r is None:
+        return space
+    groups = product(buffers[own[0].buffer].shape[1:]) // r.size
+    z = Var("z", groups)
+    return replace(space, z=z, body=substitute(space.body, {(expr(x) // (x.size // groups)).atom: expr(z)}))  # type: ignore[dict-item]
 
 
 def mixed(
@@ -27,7 +44,7 @@ def mixed(
     sums = column_sums(t.part)
     if not sums:
         return None
-    s = t.space
+    s = by_group(t.space, t.buffers)
     if s.r is None:
         raise GenerateError(f"{t.part.name} sums columns and reduces no rows: fusion should not have left it so")
     length = int(s.r.size)
