@@ -153,6 +153,8 @@ PLUGS: dict[str, dict[str, str]] = {
         "strips": "fuse.strips:strips",
         "across": "fuse.unroll:across",
         "halves": "fuse.halves:halves",
+        "pieces": "fuse.pieces:pieces",
+        "together": "fuse.halves:together",
         "row_order": "fuse.row_order:row_order",
         "launches": "fuse.launch_epilogues:launch_epilogues",
         "overlap": "ranks.collectives:overlapped",

@@ -33,6 +33,10 @@ FUNCTIONS: dict[str, tuple[Fn, int]] = {  # with the number of vectors that it t
     "norm of a gelu": (lambda x, b, w: F.layer_norm(F.gelu(x + b), x.shape[-1:], w), 2),
     "residual": (lambda x, w, b: x + F.layer_norm(torch.sin(x), x.shape[-1:], w, b) * 0.5, 2),
 }
+GROUPED: dict[str, tuple[Fn, int]] = {  # with the number of matrices of a row per image
+    "modulated norm": (lambda x, s, t: F.layer_norm(x, x.shape[-1:]) * (1 + s[:, None]) + t[:, None], 2),
+    "gated norm": (lambda x, w, g: x + g[:, None] * F.rms_norm(x.sin(), x.shape[-1:]) * w.mean(0), 2),
+}
 
 
 def cases() -> Iterator[tuple[str, Fn, tuple[int, ...], int, torch.dtype, bool]]:
@@ -46,6 +50,11 @@ def cases() -> Iterator[tuple[str, Fn, tuple[int, ...], int, torch.dtype, bool]]
                 lead = [[], [3], [2, 2]][number % 3] + lead
             dtype = torch.bfloat16 if number % 3 == 1 and not dynamic else torch.float32
             yield f"{name}, {'dynamic' if dynamic else 'static'}", fn, (*lead, columns), vectors, dtype, dynamic
+    for name, (fn, vectors) in GROUPED.items():
+        for images in (2, rng.choice([3, 5])):
+            columns = rng.choice([rng.randint(17, 70), 64, 256])
+            rows = max(48, LEAST // columns // images + rng.randint(1, 40))
+            yield f"{name}, {images} images", fn, (images, rows, columns), vectors, torch.float32, False
 
 
 class Watched(Interpreted):
@@ -67,7 +76,8 @@ def problem(fn: Fn, shape: tuple[int, ...], vectors: int, dtype: torch.dtype, dy
     compiled = torch.compile(fn, backend=backend, dynamic=None)
     for rows in (shape[0], shape[0] * 2 + 1, 3, 1) if dynamic else shape[:1]:
         torch.manual_seed(rows)
-        args = [torch.randn(rows, *shape[1:]).to(dtype), *(torch.randn(shape[-1]).to(dtype) for _ in range(vectors))]
+        own = (rows, shape[-1]) if fn in (f for f, _ in GROUPED.values()) else shape[-1:]
+        args = [torch.randn(rows, *shape[1:]).to(dtype), *(torch.randn(own).to(dtype) for _ in range(vectors))]
         if dynamic and rows > 1:
             torch._dynamo.mark_dynamic(args[0], 0)
         before = backend.mixed

@@ -4,7 +4,8 @@ A launch takes about as long as moving ten megabytes, so for small kernels it is
 independent when they are at the same depth of the graph of kernels: every dependency leads to a greater depth. And so
 are those after the last kernel that another one needs: gradients that are brought to the order of the weights. A kernel
 that makes more than it frees, as one that computes an activation again, is as deep as what needs it allows: with others
-it would be early.
+it would be early. Kernels that store to slices of one tensor which lie apart, as the parts of a ``cat``, need not
+follow each other (the gradient of 16 steps' inputs: 18 launches, so 4).
 
 What the kernels of one launch leave to the next is in memory all at once, so it is no more than a cache holds, and the
 launches that this takes have equal shares, but for the last ones, which are beside nearly all results. (The gradients
@@ -13,7 +14,9 @@ the last ones fewer.) A tensor that several of them have parts of is there as a 
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from ..ir.loops import LoopNest
@@ -22,6 +25,7 @@ from ..options import Options
 from ..target import Target
 from .dependencies import dependencies
 from .emit import kind_of, order
+from .places import apart
 from .result import Fused
 from .split import reduces_columns
 
@@ -38,7 +42,7 @@ def combine(fused: Fused, options: Options, target: Target) -> Fused:
     if not (options.combine_kernels and target.is_gpu):
         return fused
     program = fused.program
-    before = dependencies(program).before
+    before = _in_any_order(program)
     depth = _depths(program, before)
     left = _left(program, before)
     end = max(set().union(*before), default=-1)
@@ -56,6 +60,43 @@ def combine(fused: Fused, options: Options, target: Target) -> Fused:
     names = tuple(tuple(program.nodes[i].name for i in s) for s in sets)
     fused = fused.regrouped(replace(program, nodes=_adjacent(program, before, sets)))
     return replace(fused, combined=names)
+
+
+def _in_any_order(program: Program) -> list[set[int]]:
+    """What each node must follow. Kernels that store to slices of one tensor: not each other, but what comes before all
+    of them, and what comes after follows all."""
+    d = dependencies(program)
+    before = [set(b) for b in d.before]
+    for name, writers in d.writers.items():
+        users = {*writers, *d.readers.get(name, ())}
+        for run in _runs(program, name, sorted(users)) if len(writers) > 1 else ():
+            for earlier, w in pairwise(run):
+                before[w] = before[w] - {earlier} | d.before[run[0]] & users
+            for i in users.difference(run) if run else ():
+                before[i] |= set(run) if run[-1] in d.before[i] else set()
+    return before
+
+
+def _runs(program: Program, name: str, users: list[int]) -> Iterator[list[int]]:
+    """Kernels that have no more in common than a tensor which they store to, and nothing else uses between them: each
+    to elements that lie apart from those of the others."""
+    run: list[int] = []
+    for i in users:
+        node = program.nodes[i]
+        stores = isinstance(node, LoopNest) and name not in node.reads()
+        if run and not (stores and len(run) < MAX_PARTS and _may_change_places(program, name, run, node)):  # type: ignore[arg-type]
+            yield run
+            run = []
+        run += [i] if stores else []
+    yield run
+
+
+def _may_change_places(program: Program, name: str, run: list[int], node: LoopNest) -> bool:
+    last = program.nodes[run[-1]]
+    both = {*last.writes()}.intersection((*node.reads(), *node.writes())) | {*last.reads()}.intersection(node.writes())
+    old = [s.index for w in run for s in program.nodes[w].stores() if s.buffer == name]  # type: ignore[union-attr]
+    new = [s.index for s in node.stores() if s.buffer == name]
+    return both == {name} and all(apart(program.buffers[name], a, b) for a in old for b in new)
 
 
 def _depths(program: Program, before: list[set[int]]) -> list[int]:

@@ -21,6 +21,7 @@ from .mapping import fresh
 Exprs = dict[Atom, Expr]
 
 ORDER = {"lt": (0, 1, 1), "gt": (1, 0, 1), "le": (0, 1, 0), "ge": (1, 0, 0)}  # the less, the more, by how much
+OPPOSITE = ({"lt", "ge"}, {"gt", "le"})
 
 
 def decided(body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
@@ -68,12 +69,22 @@ def folded(b: BodyBuilder, s: Stmt) -> int | None:
         return b.const(answer, torch.bool)
     if s.op == "where" and (answer := truth(s.args[0])) is not None:
         return s.args[1 if answer else 2]
+    if s.op == "or" and _opposite(b.body, *s.args):
+        return b.const(True, torch.bool)
     if s.op in ("and", "or") and s.dtype == torch.bool:
         absorbing = s.op == "or"
         for one, other in (s.args, s.args[::-1]):
             if (answer := truth(one)) is not None:
                 return one if answer == absorbing else other
     return None
+
+
+def _opposite(body: Sequence[Stmt], a: int, z: int) -> bool:
+    """Does one comparison of positions hold wherever the other does not?"""
+    s, t = body[a], body[z]
+    if not (isinstance(s, Op) and isinstance(t, Op) and s.args == t.args and {s.op, t.op} in OPPOSITE):
+        return False
+    return all(integer(body[i]) is not None for i in s.args)
 
 
 def narrowed(b: BodyBuilder, mask: int | None) -> tuple[Exprs, Exprs]:
@@ -159,6 +170,9 @@ def shared_loads(body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
         mask = None if None in masks[s.buffer, s.index] else reduce(lambda x, y: b.op("or", x, y), map(add, at))
         new = map_stmt(s, ids)
         assert isinstance(new, Load)
+        known = None if mask is None else folded(b, b.body[mask])
+        if known is not None and b.body[known] == Const(True, torch.bool):
+            mask = None
         value = b.add(replace(new, mask=mask, other=0))
         ids[i] = value if new.mask is None else b.op("where", new.mask, value, b.const(s.other, s.dtype))
     return eliminate_dead(tuple(b.body))

@@ -53,8 +53,19 @@ def halves(fused: Fused, options: Options, target: Target) -> Fused:
     def new(n: Node) -> Node:
         if not isinstance(n, LoopNest) or any(isinstance(s, Scan) for s in n.body):
             return n
-        out = _written_out(n, target, options.batch_invariant)
-        return out if out is not n or n.reduced else _together(n, target, fused.program.buffers)
+        return _written_out(n, target, options.batch_invariant)
+
+    return replace(fused, program=replace(fused.program, nodes=tuple(map(new, fused.program.nodes))))
+
+
+def together(fused: Fused, options: Options, target: Target) -> Fused:
+    """The same kernels, on a GPU, several rows at once that are read at the same places."""
+    if not target.is_gpu:
+        return fused
+
+    def new(n: Node) -> Node:
+        alone = isinstance(n, LoopNest) and not n.reduced and not any(isinstance(s, Scan) for s in n.body)
+        return _together(n, target, fused.program.buffers) if alone else n  # type: ignore[arg-type]
 
     return replace(fused, program=replace(fused.program, nodes=tuple(map(new, fused.program.nodes))))
 

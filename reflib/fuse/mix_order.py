@@ -9,6 +9,11 @@ of rows (P programs), and adds each column up in registers as it goes: RBLOCK fl
 it stores them as one row of ``part[P, columns]``. A second kernel, an ordinary column reduction of P rows, adds these
 and does what followed the sum. There are no atomics: which program adds which rows, and in which order, is fixed.
 
+**In groups.** A shift, scale or gate that each image of a batch has for its rows (``adaLN``) has a gradient for each
+image, the sum of its rows. Programs of such a kernel have rows of one image each, so what an image has is read once
+(``schedule.mixed``); partial results have columns for each image. For 16 images, 128 programs, 8 per image. (In a block
+of a diffusion transformer, what a norm's backward reads was read three times.)
+
 **In the IR** the sum ``y[c] = f(sum_r g(r, c))`` is cut in two before kernels are formed::
 
     loops first  [r < rows : p, c < columns : p] {  store part[c] += g(r, c) }        elementwise
@@ -39,6 +44,7 @@ column reduction becomes such a kernel, over rows that are contiguous for each p
 result of the row reduction, rows are at least 4096 and at least twice the columns, and with the Python wrapper only.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import log2, prod
@@ -64,6 +70,7 @@ LEAST = 16  # rows per program
 MANY = 64  # rows per program, where each multiprocessor has two
 ELEMENTS = 16  # per thread and tensor, if there are registers for so many
 HELD = 4096  # elements of each tensor, by a program
+BUSY = 0.75  # of the multiprocessors, where rows are summed in groups
 APART = 2  # times that two kernels, one per sum, read each tensor
 
 
@@ -73,8 +80,13 @@ def mix_orders(fused: Fused, options: Options, target: Target) -> Fused:
     if not (options.mix_orders and target.is_gpu):
         return fused
     wanted: dict[str, int] = {}
-    for node, rows in _candidates(fused, target):
-        pieces = _pieces(node, options, target)
+    found = list(_candidates(fused, target))
+    several = Counter((rows.name, n) for node, rows in found if (n := _groups(node, rows)) > 1)
+    groups: dict[str, int] = {}  # of the rows, those that most sums are of, each with programs of its own
+    for (name, n), _ in several.most_common():
+        groups.setdefault(name, n)
+    for node, rows in found:
+        pieces = _pieces(rows, _groups(node, rows), groups.get(rows.name, 1), options, target)
         if isinstance(pieces, Reason):
             fused = _refuse(fused, rows, node, pieces)
         else:
@@ -107,7 +119,9 @@ def _candidates(fused: Fused, target: Target) -> Iterator[tuple[LoopNest, LoopNe
         if not reduces_columns(n):
             across.setdefault((n.numel, n.rnumel), n)
     for n in loops:
-        rows = across.get((n.rnumel, n.numel))
+        lengths = [product(a.size for a in n.parallel[k:]) for k in range(1, len(n.parallel))]
+        found = [across.get((n.numel * n.rnumel // length, length)) for length in lengths if length != 0]
+        rows = next((r for r in (across.get((n.rnumel, n.numel)), *found) if r is not None), None)
         large = (n.numel * n.rnumel).hint() >= ELEMENTS * THREADS * target.units
         if rows is not None and large and reduces_columns(n) and can_split(n) and _sums(n):
             yield n, rows
@@ -117,17 +131,35 @@ def _sums(loops: LoopNest) -> bool:
     return all(s.kind == "sum" and s.dtype == torch.float32 for s in loops.body if isinstance(s, Reduce))
 
 
-def _pieces(loops: LoopNest, options: Options, target: Target) -> int | Reason:
-    """How many programs share the rows of a column sum."""
-    length, rows = loops.numel.constant, loops.rnumel.hint()
+def _groups(loops: LoopNest, rows: LoopNest) -> int:
+    """How many results a column has: one for each group of rows that follow each other. 0: not known."""
+    return 1 if loops.numel == rows.rnumel else (loops.numel.constant or 0) // (rows.rnumel.constant or 1)
+
+
+def _pieces(loops: LoopNest, mine: int, groups: int, options: Options, target: Target) -> int | Reason:
+    """How many programs share the rows of a column sum, which ``loops`` reduces: of each of ``mine`` groups of them.
+    All sums of a kernel share its programs, each of which has rows of one of ``groups``."""
+    length, rows = loops.rnumel.constant, loops.numel.hint()
     if length is None:
-        return Reason("columns", f"rows of {loops.numel} elements, not known before run time: registers hold no row")
+        return Reason("columns", f"rows of {loops.rnumel} elements, not known before run time: registers hold no row")
     if length < 2 or length > options.persistent_limit or block(length) > THREADS * ELEMENTS:
         return Reason("columns", f"registers do not hold rows of {length} elements and their column sums")
     if rows < LEAST * target.units:
         return Reason("columns", f"{rows} rows are too few for {target.units} programs that each sum their own")
-    two = 2 * block(length) <= THREADS * ELEMENTS and rows >= 2 * MANY * target.units
-    return 2 * target.units if two else target.units
+    halved = 2 * block(length) <= THREADS * ELEMENTS
+    programs = _filling(groups, rows, (1 + halved) * target.units, target) if groups > 1 else 0
+    if mine != 1 and (mine != groups or not programs):
+        return Reason("columns", f"{mine or 'some'} groups of {rows} rows do not fill {target.units} multiprocessors")
+    two = halved and rows >= 2 * MANY * target.units
+    return programs // mine or (2 * target.units if two else target.units)
+
+
+def _filling(groups: int, rows: int, most: int, target: Target) -> int:
+    """As many programs for each group of rows as keep all multiprocessors busy; 0: there is no such number."""
+    each = range(1, min(max(groups, most), rows // LEAST) // groups + 1)
+    busy = {n * groups: n * groups / (-(-n * groups // target.units) * target.units) for n in each}
+    best = max(busy, key=lambda n: (busy[n], -n), default=0)
+    return best if best and busy[best] >= BUSY else 0
 
 
 def block(length: int) -> int:
@@ -208,6 +240,11 @@ def column_sums(loops: LoopNest) -> list[Store]:
     return [s for s in loops.stores() if s.reduce == "sum"]
 
 
+def programs(sums: Store, length: int, buffers: dict[str, Buffer]) -> int:
+    """Of the kernel whose rows have that length: one per row of partial sums and group of rows."""
+    return int(buffers[sums.buffer].numel) // length
+
+
 def sums_rule(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
     """May they be one kernel, if it sums columns? In it the parallel axes are those along which columns are summed."""
     sides = [[(s, env) for _, loops, env in x.parts for s in column_sums(loops)] for x in (a, b)]
@@ -219,11 +256,15 @@ def sums_rule(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
     if isinstance(m, Reason):
         return m
     indices = [s.index.subs(env).subs(new) for side, new in zip(sides, (m.env_a, m.env_b)) for s, env in side]
-    reduces = any(x.kind == "r" for x in m.axes)
+    reduces, groups = any(x.kind == "r" for x in m.axes), 0
     for x in m.axes:
         along = {i.has(x.var) for i in indices}
         if len(along) > 1 or reduces and along != {x.kind == "r"}:
-            return Reason("columns", f"columns are summed, and the axis of size {x.size} is not one of rows or columns")
+            groups += 1
+            if groups > 1 or reduces and x.kind == "r":
+                return Reason("columns", f"columns are summed, and the axis of size {x.size} is not of rows or columns")
+    if len({c.program.buffers[s.buffer].numel for side in sides for s, _ in side}) > 1:
+        return Reason("columns", "columns are summed by another number of programs")
     return _registers(a, b, m, indices, c) if reduces else None
 
 
@@ -233,7 +274,12 @@ def _registers(a: Cluster, b: Cluster, m: Mapping, indices: list[Expr], c: Fusio
     inside = {*a.writes, *b.writes}
     found = {(n, i.subs(env)) for x, env in ((a, m.env_a), (b, m.env_b)) for n, t in x.reads.items() for i in t}
     reads = [(c.program.buffers[n], i) for n, i in found if n not in inside]
-    kinds = [(buffer, {x.kind for x in m.axes if i.has(x.var)}) for buffer, i in reads]
+    own = [x for x in m.axes if x.kind == "r" or not any(i.has(x.var) for i in indices)]  # a program has one group
+    for g in (x for x in m.axes if x not in own):
+        steps = [[_step(i, x) for x in (g, *own) if x.kind == "p"] for _, i in reads]
+        if any(0 < step < max(others, default=0) for step, *others in steps):
+            return Reason("columns", "columns are summed of rows that do not follow each other")
+    kinds = [(buffer, {x.kind for x in own if i.has(x.var)}) for buffer, i in reads]
     each = per_element(len(indices), [(buffer, "p" in k) for buffer, k in kinds if "r" in k])
     if block(length) * each > REGISTERS * THREADS:
         inputs = f"{len(reads)} inputs and {len(indices)} sums"
@@ -245,6 +291,11 @@ def _registers(a: Cluster, b: Cluster, m: Mapping, indices: list[Expr], c: Fusio
     if fetched > APART * sum(x.itemsize for x in both):
         return Reason("columns", f"an input is read across: of rows of {length} elements registers hold few at a time")
     return None
+
+
+def _step(index: Expr, x: Axis) -> int:
+    step = index.coefficient(x.var)
+    return 0 if step is None else abs(step.hint())
 
 
 def rows_held(length: int, each: float, share: int = 1) -> int:

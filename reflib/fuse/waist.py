@@ -183,12 +183,13 @@ class _Values:
     def _price(self, i: int, found: int) -> float:
         """Of computing one value at these places; the same few are asked for again and again."""
         if (key := (i, found, -1)) not in self.prices:
-            s, places = self.loops.body[i], found.bit_count()
+            s = self.loops.body[i]
             if isinstance(s, Load):
-                self.prices[key] = self._read_again(s, self.readers(found), places)
+                self.prices[key] = self._read_again(s, self.readers(found), found.bit_count())
             else:
-                light = isinstance(s, (Op, Const, Index))
-                self.prices[key] = weight(s) * places * self.loops.numel.hint() / PER_BYTE if light else inf
+                at = (self.nodes[place[0]] for n, place in enumerate(self.everywhere) if found >> n & 1)
+                points = sum(_nest(n).numel.hint() for n in at)  # (of one number per row, the reader has more)
+                self.prices[key] = weight(s) * points / PER_BYTE if isinstance(s, (Op, Const, Index)) else inf
         return self.prices[key]
 
     def _stored(self, i: int, found: int, computing: int) -> float:

@@ -15,32 +15,48 @@
 
 A loop's rows come one after another, and each waits for its own reductions, so loads are ahead by one step: else the
 memory would be idle meanwhile. They wait in registers, in their own dtype. (TorchInductor has Triton's pipeliner put
-them into shared memory.) The accumulators have XBLOCK rows as well, since adding these up takes an exchange between
+them into shared memory.) Where groups of rows are summed apart (the gradient of a shift for each image), a program has
+rows of one. The accumulators have XBLOCK rows as well, since adding these up takes an exchange between
 warps: that happens once, at the end.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from ..ir.expr import Expr, Ref, Var, expr, product
+from ..fuse.mix_order import programs
+from ..ir.expr import Expr, Ref, Var, expr, mod, product
 from ..ir.loops import Load, Store, stmt_args, stmt_exprs
+from ..ir.program import Buffer, Config
+from ..schedule.axes import Space
+from ..schedule.mixed import by_group
 from .triton_body import BLOCK, PartPrinter
+from .triton_facts import paren
 from .triton_statements import Dims
 
 
 class MixedPrinter(PartPrinter):
     """Prints the one part of such a kernel: a program per row of the partial sums."""
 
+    def __init__(self, space: Space, config: Config, buffers: dict[str, Buffer], *more: Any, **named: Any):
+        super().__init__(by_group(space, buffers), config, buffers, *more, **named)
+
     def programs(self) -> Expr:
-        return self.buffers[self._sums()[0].buffer].shape[0]
+        return expr(programs(self._sums()[0], int(self._rsize()), self.buffers))
 
     def print(self) -> list[str]:
-        x, body = self.space.x, self.space.body
-        rows = self.size(x.size)
-        self.step = int(self.programs()) * self.block["x"]
-        each = self._varies()
+        body, each, z = self.space.body, self._varies(), self.space.z
+        groups = 1 if z is None else int(z.size)
+        rows, share = self.space.x.size // groups, int(self.programs()) // groups
+        self.step = share * self.block["x"]
+        self.end, start = self.size(rows), "pid * XBLOCK"
         self.put(f"pid = tl.program_id(0){'.to(tl.int64)' if self.wide else ''}")
+        if z is not None:  # a program has rows of one group
+            self.masks["x"] = rows.constant is None or int(rows) % self.block["x"] != 0
+            self.put(f"z = pid // {share}")
+            self.put(f"end = (z + 1) * {paren(self.end)}")
+            self.end, start = "end", f"z * {paren(self.end)} + pid % {share} * XBLOCK"
         self._r_block("")
         for i in range(len(body)):
             if not each[i]:
@@ -48,9 +64,9 @@ class MixedPrinter(PartPrinter):
         self.ahead = [i for i, s in enumerate(body) if isinstance(s, Load) and each[i] and self._may_be_ahead(i, s)]
         for total in self._sums():
             self.put(f"{self._sum(total)} = tl.full({self._shape(BLOCK)}, 0, tl.float32)")
-        self.put(f"x = pid * XBLOCK + {self.arange('x')}")
+        self.put(f"x = {start} + {self.arange('x')}")
         self._fetch(expr(0))
-        self.put(f"for x0 in range(pid * XBLOCK, {rows}, {self.step}):")
+        self.put(f"for x0 in range({start}, {self.end}, {self.step}):")
         self.indent = "    "
         self.put(f"x = x0 + {self.arange('x')}")
         if self.masks["x"]:
@@ -67,6 +83,9 @@ class MixedPrinter(PartPrinter):
         for total in self._sums():
             self._store_sum(total)
         return self.lines
+
+    def _mask(self, d: str) -> None:
+        self.put(f"xmask = x < {self.end}")
 
     def _sums(self) -> list[Store]:
         return [s for s in self.space.stores if s.reduce]
@@ -91,7 +110,7 @@ class MixedPrinter(PartPrinter):
 
     def _fetch(self, by: Expr) -> None:
         """Load the rows ``by`` further on, as far as there are any."""
-        self.put(f"more = x < {self.size(self.space.x.size - by)}")
+        self.put(f"more = x < {self.size(self.space.x.size - by) if self.space.z is None else f'end - {by}'}")
         self.dims: dict[int, Dims] = {}
         masks = dict(self.masks)
         self.masks["x"] = True
@@ -116,8 +135,9 @@ class MixedPrinter(PartPrinter):
     def _store_sum(self, s: Store) -> None:
         """One row of the partial results."""
         name, one = self._sum(s), self.block["x"] == 1
-        columns = product(self.buffers[s.buffer].shape[1:])
-        row = expr(Var("pid", self.programs())) * columns
+        shape, pid = self.buffers[s.buffer].shape, expr(Var("pid", self.programs()))
+        assert not s.index.has(self.space.x)
+        row = mod(pid, shape[0]) * product(shape[1:])
         text, masks, _ = self._access(s.index + row, ())
         total = name if one else f"tl.sum({name}, axis={self.order.index('x')}, keep_dims=True)"
         mask = f", mask={' & '.join(masks)}" if masks else ""

@@ -64,6 +64,8 @@ def layout(loops: LoopNest, buffers: Mapping[str, Buffer], tile: bool = True) ->
     moved = accesses(loops.body, buffers)
     reduced = cheapest_last(loops.reduced, moved)
     parallel = cheapest_last(cheapest_last(loops.parallel, moved), moved, reduced)
+    sums = [s.index for s in loops.stores() if s.reduce == "sum"]  # of groups of rows that follow each other
+    parallel.sort(key=lambda a: not any(i.has(a.var) for i in sums))
     if reduced or any(isinstance(s, Reduce) for s in loops.body):
         return _linear(loops, "reduction", x=parallel, r=reduced)
     sides = _tile_sides(loops, parallel, moved) if tile else None

@@ -13,7 +13,7 @@ takes 1.018 on the other half). A launch changes neither what a kernel reads and
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ..fuse.mix_order import column_sums
+from ..fuse.mix_order import column_sums, programs
 from ..ir.loops import Load, LoopNest, Scan, Store
 from ..ir.program import Buffer, Config, KernelNode
 from ..ir.traffic import accesses, cost
@@ -178,7 +178,7 @@ def _possible(t: Traffic, c: Config, own: Config, target: Target) -> bool:
     if c.xblock > max(own_rows, rows):
         return False
     if c.reduction == "mixed":
-        each = rows // max(1, t.buffers[column_sums(t.part)[0].buffer].shape[0].hint())
+        each = rows // max(1, programs(column_sums(t.part)[0], length, t.buffers))
         return c.rblock == own.rblock and c.xblock <= max(own_rows, each)
     if c.reduction == "looped":
         scans = any(isinstance(i, Scan) for i in s.body) and own.reduction != "looped"

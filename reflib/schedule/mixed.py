@@ -10,13 +10,30 @@ alone on a multiprocessor want 16. Of two programs each has half of its register
 the assembler is told (a layer norm of 1,024 columns takes 147).
 """
 
+from dataclasses import replace
+
 from ..errors import GenerateError
-from ..fuse.mix_order import HELD, REGISTERS, THREADS, block, column_sums, per_element, rows_held
-from ..ir.program import Assume, Config
+from ..fuse.mix_order import HELD, REGISTERS, THREADS, block, column_sums, per_element, programs, rows_held
+from ..ir.expr import Var, expr, product
+from ..ir.program import Assume, Buffer, Config
+from ..ir.transforms import substitute
 from ..options import Options
 from ..target import Target
+from .axes import Space
 from .heuristics import Traffic
 from .uneven import turned
+
+
+def by_group(space: Space, buffers: dict[str, Buffer]) -> Space:
+    """``space`` with the group of rows that a program has as a variable of its own, ``z``, where rows are summed in
+    groups: what is read of a group does not change from row to row."""
+    x, r = space.x, space.r
+    own = [s for s in space.stores if s.reduce and s.index.has(x)]
+    if not own or r is None:
+        return space
+    groups = product(buffers[own[0].buffer].shape[1:]) // r.size
+    z = Var("z", groups)
+    return replace(space, z=z, body=substitute(space.body, {(expr(x) // (x.size // groups)).atom: expr(z)}))  # type: ignore[dict-item]
 
 
 def mixed(
@@ -27,15 +44,15 @@ def mixed(
     sums = column_sums(t.part)
     if not sums:
         return None
-    s = t.space
+    s = by_group(t.space, t.buffers)
     if s.r is None:
         raise GenerateError(f"{t.part.name} sums columns and reduces no rows: fusion should not have left it so")
     length = int(s.r.size)
-    rblock, programs = block(length), int(t.buffers[sums[0].buffer].shape[0])
+    rblock, count = block(length), programs(sums[0], length, t.buffers)
     reads = {(ld.buffer, ld.index): (t.buffers[ld.buffer], ld.index.has(s.x)) for ld in s.loads if ld.index.has(s.r)}
-    each, two = per_element(len(sums), reads.values()), programs > target.units
+    each, two = per_element(len(sums), reads.values()), count > target.units
     xblock = rows_held(length, each, 1 + two)
-    while xblock > 1 and s.x.size.hint() // programs < xblock:
+    while xblock > 1 and s.x.size.hint() // count < xblock:
         xblock //= 2
     two = two and xblock * rblock * each <= REGISTERS * THREADS / 2
     warps = 16 if xblock == 1 and rblock >= HELD and not two else 8

@@ -133,6 +133,28 @@ def test_small_tensors_are_no_subject() -> None:
     assert not any(r.reason.code == "columns" for r in e.refusals)
 
 
+def modulated(x: Any, s: Any, t: Any, w: Any) -> Any:
+    """For each image a scale and a shift of its own; for all, a weight."""
+    return F.layer_norm(x, x.shape[-1:], w) * (1 + s[:, None]) + t[:, None]
+
+
+IMAGES = [(16, 256, 16), (48, 200, 48), (264, 64, 264), (90, 200, 0), (8, 240, 0)]
+
+
+@pytest.mark.parametrize("images, rows, groups", IMAGES)
+def test_sums_of_each_image(images: int, rows: int, groups: int) -> None:
+    """By programs of its own, if these are as many as multiprocessors are, and have rows enough."""
+    args = [torch.empty(s, dtype=BF16, requires_grad=True) for s in ((images, rows, 640), *[(images, 640)] * 2, (640,))]
+    e = reflib.explain(modulated, *args, target="sm_90", verify=True).backward
+    found = [n for n in kernels(e.stages.fused) if column_sums(n)]
+    assert [len(column_sums(n)) for n in found] == ([3] if groups else [1] * (images * rows > 16 * 132))
+    if groups:
+        assert set(accesses(e, images * rows * 640).values()) == {1}
+        counts = {e.fused.buffers[s.buffer].shape[0].hint() for s in column_sums(found[0])}
+        assert max(counts) == groups * min(counts) and max(counts) >= 0.75 * -(-max(counts) // 132) * 132
+    assert groups or any("groups of" in r.reason.text or "too few" in r.reason.text for r in e.refusals)
+
+
 def test_off() -> None:
     e = backward(layer_norm, (32768, 512), 2, mix_orders=False)
     assert not any(column_sums(n) for n in kernels(e.stages.fused))
@@ -243,8 +265,10 @@ def test_a_store_of_a_sum_is_written_as_data() -> None:
 @triton
 @pytest.mark.sample(6)
 @pytest.mark.parametrize(
-    "name", ["layer_norm", "layer_norm without bias", "rms_norm", "softmax of a sum", "norm of a gelu", "residual"]
-)
+    "name",
+    ["layer_norm", "layer_norm without bias", "rms_norm", "softmax of a sum", "norm of a gelu", "residual",
+     "modulated norm", "gated norm"],
+)  # fmt: skip
 def test_in_tritons_interpreter(name: str, request: pytest.FixtureRequest) -> None:
     """Backwards against float64: rows and columns of any size, static and dynamic, aligned and not."""
     found = results("mixed_programs.py", *chosen(request))

@@ -1,0 +1,139 @@
+"""Kernels cut where their elements are made in another way; kernels that store apart share a launch."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import reflib
+from reflib.fuse import pieces
+from reflib.ir.instructions import work_of
+from reflib.ir.interpret import interpret
+from reflib.ir.loops import Indirect, LoopNest
+from reflib.pipeline import _retarget
+from reflib.target import parse_target
+
+
+def agrees(fn: Callable[..., Tensor], *args: Tensor) -> int:
+    """Kernels for a GPU, interpreted, give what ``fn`` does; returns how many pieces there are."""
+    (stages,) = reflib.explain(fn, *args, target="sm_90").graphs
+    inputs = [n.meta["val"] for n in stages.graph.module.graph.nodes if n.op == "placeholder"]
+    given = [torch.randn(v.shape) for v in inputs]
+    got = interpret(_retarget(stages.scheduled, parse_target("cpu")), [a.clone() for a in given])
+    torch.testing.assert_close(got[0], stages.graph.module(*given)[0], rtol=1e-5, atol=1e-5)
+    return sum("_piece" in n.name for n in stages.fused.program.nodes)
+
+
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda t: t,
+    "dear": lambda t: t.sin().erf(),
+    "rotated": lambda t: torch.stack([-t[..., 1::2], t[..., ::2]], -1).flatten(-2) * t,
+    "gathered": lambda t: t[:, torch.arange(t.shape[1] - 1, -1, -1)].exp(),
+    "enlarged": lambda t: F.interpolate(t[..., ::2].contiguous(), t.shape[2:], mode="bilinear"),
+}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("seed", range(12))
+def test_parts_of_any_kind(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joined, padded, or chosen by position, along any dimension, and used by more than one result's elements."""
+    monkeypatch.setattr(pieces, "LAUNCH", (0, 0))
+    monkeypatch.setattr(pieces, "RUN", 0)
+    rng = random.Random(seed)
+    dim, size = rng.randrange(1, 4), [2, 4, rng.randint(2, 5), 2 * rng.randint(2, 5)]
+    kinds = rng.choices(list(PARTS), k=rng.randint(2, 5))
+    lengths = [4 * rng.randint(1, 3) for _ in kinds]
+    torch.manual_seed(seed)
+    args = [torch.randn([n if d == dim else s for d, s in enumerate(size)]) for n in lengths]
+    at, pads = rng.randint(1, sum(lengths)), (0, 0) * (3 - dim) + (4, 4)
+
+    def fn(*args: Tensor) -> Tensor:
+        whole = torch.cat([PARTS[kind](a) for kind, a in zip(kinds, args)], dim)
+        place = torch.arange(whole.shape[dim]).view([-1 if d == dim else 1 for d in range(4)])
+        return F.pad(torch.where(place < at, whole.cos(), whole) if seed % 3 else whole, pads)
+
+    assert agrees(fn, *args) > 1
+
+
+def kernels(fn: Callable[..., Tensor], *args: Tensor) -> list[LoopNest]:
+    e = reflib.explain(fn, *args, target="sm_90")
+    return [n for stages in e.graphs for n in stages.fused.program.nodes if isinstance(n, LoopNest)]
+
+
+def instructions(found: list[LoopNest]) -> int:
+    return sum(work_of(n) * n.numel.hint() for n in found)
+
+
+def test_each_part_is_evaluated_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of images of four sizes, enlarged: not all four for each element."""
+    channels = [18, 36, 72, 144]
+    images = [torch.empty(4, c, 128 >> i, 128 >> i, dtype=torch.bfloat16) for i, c in enumerate(channels)]
+
+    def fn(*images: Tensor) -> Tensor:
+        size = images[0].shape[2:]
+        return torch.cat([images[0], *(F.interpolate(x, size, mode="bilinear") for x in images[1:])], 1)
+
+    cut = kernels(fn, *images)
+    assert sum("_piece" in n.name for n in cut) == 3  # the first two cost less than a launch together
+    # places are computed 128 times, not per element from what is stored: their ranges are known where they are read
+    assert not any(s.checked for n in cut for s in n.body if isinstance(s, Indirect))
+    monkeypatch.setattr(pieces, "MOST", 0)
+    whole = kernels(fn, *images)
+    assert len(whole) == len(cut) - 2 and instructions(cut) < 0.65 * instructions(whole)
+
+
+def test_a_cut_pays_or_there_is_none() -> None:
+    """Not of copies, which take no longer under masks; nor where runs of less than a line are stored; nor of little."""
+    dear, plain = PARTS["dear"], PARTS["plain"]
+
+    def fn(first: Any, second: Any) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda a, b: torch.cat([first(a), second(b)], 1)
+
+    def parts(make: Any, *shapes: tuple[int, int]) -> int:
+        return len(kernels(make, *(torch.empty(s, dtype=torch.bfloat16) for s in shapes)))
+
+    assert parts(fn(dear, plain), (1 << 14, 1024), (1 << 14, 488)) == 2
+    assert parts(fn(dear, plain), (1 << 14, 1024), (1 << 14, 483)) == 2
+    assert parts(fn(dear, plain), (1 << 14, 1021), (1 << 14, 488)) == 1
+    assert parts(fn(plain, plain), (1 << 14, 1024), (1 << 14, 488)) == 1
+    assert parts(fn(dear, plain), (1 << 19, 32), (1 << 19, 24)) == 1
+    assert parts(fn(dear, plain), (64, 1024), (64, 488)) == 1
+
+
+def test_rows_are_rotated_in_part() -> None:
+    """Of the other half, nothing is computed."""
+
+    def fn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, rest = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+        return torch.cat([a * cos + torch.stack([-a[..., 1::2], a[..., ::2]], -1).flatten(-2) * sin, rest], -1)
+
+    rows = [torch.empty(s, dtype=torch.bfloat16) for s in ((8, 16, 2048, 128), (2048, 64), (2048, 64))]
+    assert sorted(len(n.loads()) for n in kernels(fn, *rows)) == [1, 5]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("seed", range(6))
+def test_kernels_that_store_apart_share_a_launch(seed: int) -> None:
+    """Sums of steps, each over another tensor, in one stack; but not what reads a part in between, or another's."""
+    rng = random.Random(seed)
+    n, steps, reads = rng.randint(3, 9), rng.randint(17, 24), seed % 2
+    torch.manual_seed(seed)
+    x = torch.randn(steps, n, 5)
+
+    def fn(x: Tensor) -> Tensor:
+        found, last = list[Tensor](), x[0].sum(-1)
+        for step in x.unbind(0):
+            found.append((step * (found[-1].mean() if reads and found else 1)).sum(-1) + last)
+        return torch.stack(found, 1 - reads)
+
+    agrees(fn, x)
+    e = reflib.explain(fn, x, target="sm_90")
+    assert reads or len(e.kernels) <= 2
+    (stages,) = e.graphs
+    at = {n.name: n for n in stages.fused.program.nodes}
+    for names in stages.fused.combined:
+        assert not {b for n in names for b in at[n].reads()} & {b for n in names for b in at[n].writes()}
