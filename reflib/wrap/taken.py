@@ -3,33 +3,34 @@
 import sys
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..plan.steps import Alloc
 from ..plan.taken import Take
 from .python import PythonPrinter
 
 _uses = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+# Called by the text itself: how many references a Python function's argument has depends on who evaluates frames.
+references = sys.getrefcount
 
 
 def take_in_python(p: PythonPrinter, step: Take) -> None:
-    for line, alloc in ((f"if references({step.reuse}) == UNSHARED:", step), ("else:", Alloc(step.buffer))):
+    ask = f"if references({step.reuse}) == UNSHARED and owned({step.reuse}):"
+    for line, alloc in ((ask, step), ("else:", Alloc(step.buffer))):
         p.put(line)
         p.pad += "    "
         p._alloc(alloc)
         p.pad = p.pad[:-4]
 
 
-def references(t: torch.Tensor) -> tuple[int, int, int, int]:
-    """How often a tensor is referred to in Python, in C++, and its storage is; where it begins, modulo 16 bytes."""
-    uses = _uses(t.untyped_storage()._cdata)
-    return sys.getrefcount(t), t._use_count(), uses, t.data_ptr() % 16  # type: ignore[attr-defined]
+def owned(t: torch.Tensor) -> bool:
+    """Does no tensor but ``t`` refer to its memory (which begins as allocations do), and to ``t`` nothing in C++?"""
+    uses = _uses(t.untyped_storage()._cdata)  # (one of them is this)
+    return uses == 2 and t._use_count() == 1 and t.data_ptr() % 16 == 0  # type: ignore[attr-defined]
 
 
-def _unshared() -> tuple[int, int, int, int]:
-    with _disable_current_modes():  # (while a graph is captured)
-        t = torch.empty(1)
+def _unshared() -> int:
+    t = object()
     return references(t)
 
 
-UNSHARED = _unshared()  # in one local variable of the caller, and nowhere else
+UNSHARED = _unshared()  # of what is in one local variable, and nowhere else
