@@ -14,6 +14,7 @@ NB: In TorchInductor these are "donated buffers". What it stores over is decided
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from ..ir.program import Program
@@ -38,12 +39,11 @@ def taking(program: Program, plan: Plan, given: Collection[str]) -> Plan:
     made = set[str]()
     for i, node in enumerate(program.nodes):
         ends = [b for b in dict.fromkeys(node.reads()) if b in given and last.get(b) == i and b not in pinned]
-        for new in node.writes() if is_kernel(node) else ():
-            for old in ends if new not in made and program.buffers[new].kind == "temp" else ():
-                same = _key(program.buffers[old]) == _key(program.buffers[new])
-                if same and old not in taken.values() and can_overwrite(node, old, new):
-                    taken[new] = old
-                    break
+        for new, old in product(node.writes(), ends) if is_kernel(node) else ():
+            free = new not in made | taken.keys() and old not in taken.values()
+            same = _key(program.buffers[old]) == _key(program.buffers[new]) and program.buffers[new].kind == "temp"
+            if free and same and is_kernel(node) and can_overwrite(node, old, new):
+                taken[new] = old
         made.update(node.writes())
 
     def step(s: Step) -> Step:
