@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from reflib.lab.peak_memory import peak_bytes
 from reflib.options import Options
@@ -96,13 +97,48 @@ def test_hooks_that_keep_what_is_saved() -> None:
 
 
 def test_results_that_are_saved_too() -> None:
+    """Also where the caller has dropped the result, or has its memory only: a gradient has no history."""
     x = inputs()[0]
     g, _ = compiled(both)
-    for _ in range(2):
+    for keep in (lambda y: y, lambda y: y.untyped_storage(), lambda y: None):
         y, z = g(x)
-        before = y.detach().clone()
-        same(torch.autograd.grad((y.sum() + z.sum()), x), torch.autograd.grad(sum(t.sum() for t in both(x)), x))
-        assert torch.equal(y, before)
+        kept, total, before = keep(y), z.sum(), y.detach().clone()
+        del y
+        (grad,) = torch.autograd.grad(total, x)
+        same((grad,), torch.autograd.grad(both(x)[1].sum(), x))
+        assert not grad.requires_grad and grad.grad_fn is None
+        assert kept is None or torch.equal(
+            torch.empty(0).set_(getattr(kept, "untyped_storage", lambda: kept)()), before.view(-1)
+        )
+
+
+def test_storage_that_a_hook_keeps() -> None:
+    x, w = inputs()
+    kept: list[tuple[Any, Tensor]] = []
+
+    def pack(t: Tensor) -> Any:
+        kept.append((t.untyped_storage(), t.clone()))
+        return kept[-1][0], t.stride(), t.shape, t.storage_offset()
+
+    g, seen = compiled(f)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda p: torch.empty(0).set_(p[0], p[3], p[2], p[1])):
+        y = g(x, w).sum()
+    same(torch.autograd.grad(y, (x, w)), torch.autograd.grad(f(x, w).sum(), (x, w)))
+    assert takes(seen) and len(kept) > 2
+    assert all(torch.equal(torch.empty(0).set_(s, 0, t.shape, t.stride()), t) for s, t in kept)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_graph_of_subclasses_is_retained(first: bool) -> None:
+    x, w = (TwoTensor(t.detach(), 2 * t.detach()).requires_grad_() for t in inputs())
+    g, seen = compiled(f)
+    want = torch.autograd.grad(f(x, w).sum(), (x, w))
+    for keep in ((first, False)[not first :], (True, False)):
+        y = g(x, w).sum()
+        for retain in keep:
+            got = torch.autograd.grad(y, (x, w), retain_graph=retain)
+            same([t.b for t in got], [t.b for t in want])
+    assert takes(seen)
 
 
 @pytest.mark.parametrize("options", [{"arena": True}, {"check_nan": True}])
