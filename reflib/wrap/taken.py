@@ -23,8 +23,8 @@ def take_in_python(p: PythonPrinter, step: Take) -> None:
 
 
 def owned(t: torch.Tensor) -> bool:
-    """Does nothing but ``t`` refer to its memory (which begins as allocations do), and to ``t`` nothing in C++? (Nor what
-    was a result with a history, which a gradient in its place would have too.)"""
+    """Does nothing but ``t`` refer to its memory (which begins as allocations do), and to ``t`` nothing in C++? (And it
+    was no result with a history, which a gradient in its place would have too.)"""
     storage = t.untyped_storage()  # (has an object in Python from now on, which it refers to itself)
     alone = _uses(storage._cdata) == 2 and references(storage) == UNSHARED + 1
     return alone and t._use_count() == 1 and not t.requires_grad and t.data_ptr() % 16 == 0  # type: ignore[attr-defined]
