@@ -48,14 +48,13 @@ def _unmasked(loops: LoopNest, buffers: Mapping[str, Buffer]) -> LoopNest:
     b = BodyBuilder()
     ids: dict[int, int] = {}
     for i, s in enumerate(body):
-        new = map_stmt(s, ids)
         if isinstance(s, Load) and s.mask is not None and (at := _equal(body, s, free)) is not None:
-            value = b.add(replace(new, index=at, mask=None, other=0))  # type: ignore[arg-type]
+            value = b.add(map_stmt(replace(s, index=at, mask=None, other=0), ids))
             ids[i] = b.op("where", ids[s.mask], value, b.const(s.other, s.dtype))
         elif isinstance(s, Load) and _per_row(loops, i, s):
-            ids[i] = _inside(b, new)  # type: ignore[arg-type]
+            ids[i] = _inside(b, map_stmt(s, ids))  # type: ignore[arg-type]
         else:
-            ids[i] = b.add(new)
+            ids[i] = b.add(map_stmt(s, ids))
     return loops if tuple(b.body) == body else replace(loops, body=without_selects(eliminate_dead(tuple(b.body))))
 
 

@@ -72,11 +72,14 @@ def test_a_mask_goes_where_each_element_exists() -> None:
 def test_differences_that_keep_an_end(seed: int) -> None:
     r = random.Random(seed)
     x = torch.randn(r.randint(1, 5), r.randint(20, 90))
+    i, j = (torch.randint(0, n, (n,)) for n in x.shape)
     k = r.randint(1, 2)
 
-    def fn(x: torch.Tensor) -> Any:
+    def fn(x: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> Any:
         first = torch.cat([x[:, :k], x[:, k:] - 0.9 * x[:, :-k]], 1)
         last = torch.cat([x[:, :-k] * x[:, k:], x[:, -k:]], 1)
-        return first, last, torch.nn.functional.pad(x[:, k:], (k, 0)) + x
+        rows = torch.cat([x[i][:, :k], x[i][:, k:] - x[i][:, :-k]], 1) + first
+        columns = torch.cat([x[:, j][:, :k], x[:, j][:, k:] - x[:, j][:, :-k]], 1)
+        return first, last, torch.nn.functional.pad(x[:, k:], (k, 0)) + x, rows, columns
 
-    fused(fn, x, symbolic=r.random() < 0.3)
+    fused(fn, x, i, j, symbolic=r.random() < 0.3)
