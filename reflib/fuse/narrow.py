@@ -176,7 +176,10 @@ def _narrowed(loops: LoopNest, stored: Ranges) -> LoopNest:
             most = source if fits[i] else b.op("minimum", source, b.const(TOP, torch.float32))
             short[i] = b.cast(most, torch.int32)
             if fits[i] and not always[i]:
-                short[i] = b.op("maximum", short[i], b.const(int(ranges[i][0]), torch.int32))  # type: ignore[index]
+                low, high = map(int, ranges[i])  # type: ignore[arg-type]
+                short[i] = b.op("maximum", short[i], b.const(low, torch.int32))
+                if high < 0:  # (of NaN, a GPU makes 0)
+                    short[i] = b.op("minimum", short[i], b.const(high, torch.int32))
         elif i in small:
             short[i] = b.add(replace(map_stmt(s, args), dtype=torch.int32))  # type: ignore[call-arg]
         elif isinstance(s, Indirect):

@@ -76,6 +76,18 @@ def test_an_index_of_clamped_numbers_needs_no_check_and_is_inside_for_nan(kind: 
     assert got[bad].isnan().all()
 
 
+def test_what_is_made_of_nan_is_inside_at_both_ends() -> None:
+    """Of NaN, a GPU makes 0."""
+
+    def ends(low: int, high: int, plus: int) -> list[int]:
+        x, at = torch.randn(100), torch.randn(64) * 200
+        e = reflib.explain(lambda x, at: x[at.clamp(low, high).long() + plus] * 2, x, at, target="sm_90")
+        assert "ok" not in e.kernels[0].source
+        return [e.kernels[0].source.count(f"tl.{op}(v") for op in ("maximum", "minimum")]
+
+    assert ends(-50, -10, 50) == [1, 1] and ends(-5, 0, 5) == ends(10, 50, -10) == [1, 0]
+
+
 def test_an_index_that_a_clamp_leaves_outside_is_checked() -> None:
     x, at = torch.randn(100), torch.randn(64) * 200
 
