@@ -81,7 +81,7 @@ class Case:
         if not self.trains:
             return outs
         g = torch.Generator().manual_seed(1)
-        grads = [torch.randn(o.shape, generator=g).to(o.device, self.dtype) for o in outs]
+        grads = [torch.randn(o.shape, generator=g, device="cpu").to(o.device, self.dtype) for o in outs]
         finite = sum((torch.where(o.isfinite(), o, 0) * r).sum() for o, r in zip(outs, grads))
         return outs + list(torch.autograd.grad(finite, tensors[:3]))
 

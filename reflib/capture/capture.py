@@ -68,5 +68,5 @@ def _known(gm: torch.fx.GraphModule, name: str) -> tuple[frozenset[str], int]:
     names = {x for i in getattr(info, "static_input_indices", None) or [] for x in (f"primals_{i + 1}", f"arg{i}_1")}
     saved = len(gm.graph.output_node().args[0]) - info.num_forward if name == "forward" else 0
     if donated := getattr(info, "bw_donated_idxs", None):
-        donated.clear()  # (one list for all: with any, AOTAutograd refuses later backwards that retain the graph)
+        donated.clear()  # (nothing is stored there; AOTAutograd would refuse a later backward that retains the graph)
     return frozenset(n.name for n in gm.graph.nodes if n.op == "placeholder" and n.name in names), saved

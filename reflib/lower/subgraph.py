@@ -11,8 +11,10 @@ NB: TorchInductor traces implementations in the graph's own ShapeEnv, and gives 
 
 import operator
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from threading import RLock
 from typing import Any
 
 import sympy
@@ -38,6 +40,7 @@ from .rules import Unsupported
 from .unused import remove_unused
 
 aten = torch.ops.aten
+_ALONE = RLock()
 _READS = "it uses a tensor's value, known only at run time (.item(), float(t), if t > 0),"
 
 
@@ -239,15 +242,22 @@ def _make_fx(copy: SizesCopy, fn: Callable[..., Any], fakes: list[Any]) -> torch
 
     tracer = make_fx(fn, decomposition_table=decompositions(), tracing_mode="real")
     no_autocast = torch._C._DisableAutocast()
-    # (What is compiled in it by another backend would run, with these tensors that have no memory.)
-    eager = torch.compiler.set_stance("default", force_backend="eager")
-    with eager, tracing(TracingContext(copy.mode)), no_autocast, copy.mode, torch.no_grad(), enable_python_dispatcher():
+    known = tracing(TracingContext(copy.mode))
+    with _uncompiled(), known, no_autocast, copy.mode, torch.no_grad(), enable_python_dispatcher():
         try:
             return tracer(*fakes)
         except GuardOnDataDependentSymNode as e:
             raise Refused("unsupported", f"{_READS} as a Python number; keep it a tensor ({_first_line(e)})") from e
         except Exception as e:  # whatever an implementation may raise
             raise Refused("raised", f"{type(e).__name__}: {_first_line(e)}") from e
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Another backend's code would run, with tensors that have no memory. (A stance is the whole process's: one thread
+    at a time.)"""
+    with _ALONE, torch.compiler.set_stance("default", force_backend="eager"):
+        yield
 
 
 def _first_line(e: BaseException) -> str:

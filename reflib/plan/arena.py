@@ -27,10 +27,8 @@ from ..ir.bounds import nonneg
 from ..ir.division import maximum
 from ..ir.expr import Expr, Sym, expr
 from ..ir.program import Buffer, Extern, Program, iter_views, symbols_in, walk
-from .order import owned
 from .regions import Repeat
 from .steps import Alloc, Branch, Call, Free, Launch, Plan, Return, Step
-from .taken import takeable, taking
 
 ALIGN = 256  # bytes
 
@@ -61,13 +59,9 @@ class Storage:
 
 
 def in_arena(s: Any) -> tuple[Program, Plan]:
-    """Of Stages, the program and its plan, with an arena if the options say so (none with check_nan); else a backward
-    takes over what was saved for it. (Not where a CUDA graph is recorded, which has that at fixed places.)"""
+    """Of Stages, the program and its plan, with an arena if the options say so (none with check_nan)."""
     assert s.scheduled is not None and s.plan is not None
-    o = s.options
-    if o.inplace_buffers and o.wrapper == "python" and not (o.arena or o.cuda_graphs or o.check_nan):
-        return s.scheduled, taking(s.scheduled, s.plan, takeable(owned(s)))
-    return arena(s.scheduled, s.plan) if o.arena and not o.check_nan else (s.scheduled, s.plan)
+    return arena(s.scheduled, s.plan) if s.options.arena and not s.options.check_nan else (s.scheduled, s.plan)
 
 
 def arena(program: Program, plan: Plan) -> tuple[Program, Plan]:

@@ -37,7 +37,6 @@ from ..timing import uncollected
 from .memory import made
 from .plan import STEPS, can_overwrite, escaping, is_kernel, steps_of
 from .steps import Branch
-from .taken import takeable
 
 _LOOKS = 3000, 6  # nodes looked at in the search: at least, and per node of the program
 WORTH = 0.01  # of the peak: an order that saves less is not worth another order than the user's
@@ -152,7 +151,7 @@ class Lifetimes:
     node i than before it, if it ran now."""
 
     def __init__(self, program: Program, owned: Owned):
-        self.program, self.pinned, self.ends = program, escaping(program), takeable(owned)
+        self.program, self.pinned = program, escaping(program)
         self.random = Random(0)
         self.n = len(program.nodes)
         storage: dict[str, Any] = {name: name for name, b in program.buffers.items() if b.kind == "temp"}
@@ -206,10 +205,9 @@ class Lifetimes:
         taken: list[str] = []
         if not is_kernel(node):
             return []
-        free = [b for b in reads if b in number and b not in self.pinned]
-        free = [b for b in free if self.program.buffers[b].kind == "temp" or b in self.ends]
+        temps = [b for b in reads if b in number and b not in self.pinned and self.program.buffers[b].kind == "temp"]
         for new in writes:
-            for old in free if new in number else ():
+            for old in temps if new in number else ():
                 same = old != new and self.storage[number[old]] == self.storage[number[new]]
                 if same and old not in taken and can_overwrite(node, old, new):
                     taken.append(old)

@@ -85,12 +85,12 @@ def test_what_is_owned_counts_until_it_is_read():
 def test_what_follows_the_peak_is_ordered_too():
     """The step that copies a gradient forms the peak if that is freed then, with any order of the others. If the caller
     keeps it they form the peak: not both temporaries at once."""
-    nodes = [neg("k0", "tangents_1", "p"), node("k1", ["p"], "w", 1024), neg("k2", "x", "v")]
+    nodes = [neg("k0", "t", "p"), node("k1", ["p"], "w", 1024), neg("k2", "x", "v")]
     nodes.append(node("k3", ["v", "p"], "d", 64))
-    table = [buffer(b, "input", n=n) for b, n in (("x", 1024), ("tangents_1", 4096))]
+    table = [buffer(b, "input", n=n) for b, n in (("x", 1024), ("t", 4096))]
     table += [buffer("p", n=4096), buffer("w", n=1024), buffer("v", n=1024), buffer("d")]
-    p = program(nodes, table, ["w", "d"], inputs=("x", "tangents_1"))
-    mine = {"tangents_1": ("tangents_1", 4096 * 4)}
+    p = program(nodes, table, ["w", "d"], inputs=("x", "t"))
+    mine = {"t": ("t", 4096 * 4)}
     assert search(p, mine).sequence == (0, 1, 2, 3) and search(p, mine).optimal
     assert [n.name for n in in_order(p, mine).nodes] == ["k0", "k2", "k3", "k1"]
     for seed in range(25):

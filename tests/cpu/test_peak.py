@@ -1,7 +1,6 @@
 """plan.peak: kernels that hold much memory at the peak, and save little traffic for it, are formed again as two. All
 sizes are those of a GPU; nothing is run there."""
 
-import random
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -184,31 +183,3 @@ def test_a_sum_that_forms_the_peak_itself() -> None:
         peaks.append(memory.peak_bytes)
     eager = memory.eager_peak_bytes
     assert eager is not None and peaks[1] < eager < peaks[0]
-
-
-class Upscaler(nn.Module):
-    def __init__(self, width: int, layers: int):
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Conv2d(width, width, 3, padding=1) for _ in range(layers)))
-        self.last = nn.Sequential(nn.Conv2d(width, 4 * width, 3, padding=1), nn.PixelShuffle(2), nn.Conv2d(width, 3, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.layers(x).relu())
-
-
-def test_copies_of_weights_wait_behind_the_peak() -> None:
-    """Copies in channels-last order of all weights share a launch, which the last convolution's backward waits for."""
-    rng = random.Random(7)
-    width, layers = 64, rng.randint(16, 20)
-    x = torch.empty(rng.randint(3, 5), width, 96, 96, dtype=torch.bfloat16)
-
-    def backward() -> Any:
-        torch._dynamo.reset()
-        return reflib.explain(Upscaler(width, layers).bfloat16(), x, target="sm_90", dynamic=False).backward
-
-    now = backward()
-    with mock.patch.object(peak, "_launched_later", lambda fused, mine, target: fused):
-        before = backward()
-    assert len(now.kernels) == len(before.kernels) + 1
-    copies = (layers - 1) * width * width * 9 * 2  # (the peak is at most one layer behind the last one)
-    assert now.memory.peak_bytes <= before.memory.peak_bytes - copies

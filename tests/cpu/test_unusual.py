@@ -208,3 +208,14 @@ def test_a_second_derivative_is_refused_and_a_graph_can_be_kept(wrapper):
     out = f(x, w)
     kept = [torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2)]
     assert torch.equal(kept[0], kept[1])
+
+
+def test_a_later_backward_may_retain_the_graph() -> None:
+    fn = lambda x: (x.softmax(-1) * x.sin()).cumsum(0)  # noqa: E731
+    f, x = reflib.compile(fn), torch.randn(6, 40, requires_grad=True)
+    (want,) = torch.autograd.grad(fn(x).sum(), x)
+    for keep in ((False,), (True, True, False)):  # in this order: AOTAutograd compiles the backward in the first
+        y = f(x)
+        for retain in keep:
+            (g,) = torch.autograd.grad(y.sum(), x, retain_graph=retain)
+            torch.testing.assert_close(g, want)
