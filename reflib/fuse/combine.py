@@ -71,7 +71,7 @@ def _in_any_order(program: Program) -> list[set[int]]:
         users = {*writers, *d.readers.get(name, ())}
         for run in _runs(program, name, sorted(users)) if len(writers) > 1 else ():
             for earlier, w in pairwise(run):
-                before[w] = before[w] - {earlier} | d.before[run[0]] & users
+                before[w] = before[w] - {earlier} | before[run[0]] & users
             for i in users.difference(run) if run else ():
                 before[i] |= set(run) if run[-1] in d.before[i] else set()
     return before

@@ -7,13 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fuse_cases import GPU, lowered
 from torch import Tensor
 
 import reflib
-from reflib.fuse import pieces
+from reflib.fuse import fuse, pieces
+from reflib.fuse.combine import _in_any_order
+from reflib.fuse.places import apart
 from reflib.ir.instructions import work_of
 from reflib.ir.interpret import interpret
 from reflib.ir.loops import Indirect, LoopNest
+from reflib.options import Options
 from reflib.pipeline import _retarget
 from reflib.target import parse_target
 
@@ -137,3 +141,28 @@ def test_kernels_that_store_apart_share_a_launch(seed: int) -> None:
     at = {n.name: n for n in stages.fused.program.nodes}
     for names in stages.fused.combined:
         assert not {b for n in names for b in at[n].reads()} & {b for n in names for b in at[n].writes()}
+
+
+def updated(parts: list[list[int]], late: list[bool]) -> Callable[..., tuple[Tensor]]:
+    def fn(x: Tensor, u: Tensor) -> tuple[Tensor]:
+        y = x * 2
+        for k, ((a, z), rolled) in enumerate(zip(parts, late)):
+            y[:, a:z] = (y.roll(1, 1) if rolled else u)[:, a:z].sin() * (k + 2)
+        return (y,)
+
+    return fn
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stores_to_the_same_elements_stay_in_order(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(12):
+        parts = [sorted(4 * n for n in rng.sample(range(7), 2)) for _ in range(rng.randint(3, 8))]
+        fn = updated(parts, [rng.random() < 0.3 for _ in parts])
+        program = fuse(lowered(fn, torch.randn(2, 8, 24).unbind()), Options(), GPU).program
+        after = [set[int]() for _ in program.nodes]
+        for i, before in enumerate(_in_any_order(program)):
+            after[i].update(before, *(after[j] for j in before))
+            for j, other in enumerate(program.nodes[:i]):
+                both = [(s, t) for s in program.nodes[i].stores() for t in other.stores() if s.buffer == t.buffer]
+                assert j in after[i] or all(apart(program.buffers[s.buffer], s.index, t.index) for s, t in both)
