@@ -183,7 +183,7 @@ def test_without_the_extension(monkeypatch):
     monkeypatch.setattr("reflib.wrap.host.checks", lambda: None)
     unusual._usual.cache_clear()
     try:
-        test_a_view_of_what_is_written_to("python")
+        test_a_view_of_what_is_written_to("python", True)
     finally:
         unusual._usual.cache_clear()
 
