@@ -204,7 +204,9 @@ def _should_inline(loops: LoopNest, position: int, p: Producer, work: _Work) -> 
         return False
     if not _moves_less(loops, p, work):
         return False
-    once = not _reads_positions(p.loops) or len({s.index for s in loads}) == 1 or _one_row(loads, p)
+    row = [a.var for a in loops.axes if a.size != 1][-1:]  # (which has one number, and is long enough to share it)
+    long = row and row[0].size.hint() >= 2 * NEIGHBOURS and not any(s.index.has(row[0]) for s in loads)
+    once = not _reads_positions(p.loops) or long and len({s.index for s in loads}) == 1 or _one_row(loads, p)
     weighed = work.gpu and work.again.get(p.store.buffer) and once
     if not weighed and not _cheap(loops, loads, p):
         return False
