@@ -10,9 +10,9 @@
 Compiling takes long and needs a core; timing is short and needs the device alone. So several processes compile at once
 (`--workers`), and a lock lets one use the device at a time. Steps that take longest to compile begin first.
 
-On one GPU with 16 cores, every model in bfloat16, then in float32, each in under 9 minutes (168 processes: about 30 s
-of compiling per model for TorchInductor, half of that for reflib, and 8 s each for imports and the device, by 8; the
-device is held for about a second per measurement)::
+On one GPU with 16 cores, every model in bfloat16 (255 measurements) takes about 14 minutes; on each of two GPUs of a
+host, half of the models (``--only``, ``CUDA_VISIBLE_DEVICES``) took under 8. What limits it is the device, which is held
+for 4 seconds per measurement, half of them for the reference in float64::
 
     reflib sweep --device cuda --dtype bfloat16 --workers 8 --limit 150 --seconds 530 --out runs/sweep
     reflib sweep --device cuda --dtype float32 --workers 8 --limit 150 --seconds 530 --out runs/sweep
