@@ -126,7 +126,7 @@ def _config(
         main = max(rows, key=lambda t: t.space.x.size.hint())
         config, facts = _reduction(main, target, options, general)
     elif len(traffic) == 1 and main.space.mode == "tile":
-        return _tile(main), ()
+        return _tile(main, target), ()
     else:
         config, facts = _pointwise(main, traffic, target), ()
     for adjust in ADJUST.values():
@@ -143,13 +143,14 @@ def _pointwise(main: Traffic, traffic: list[Traffic], target: Target) -> Config:
     return Config("none", xblock=block, num_warps=4)
 
 
-def _tile(t: Traffic) -> Config:
-    """64 x 32 points and 8 warps: 128- and 64-byte pieces of bf16, transposed through shared memory. Where a side is
-    shorter, the other one is longer."""
+def _tile(t: Traffic, target: Target) -> Config:
+    """64 x 64 points, or 64 x 32 where these would not fill the chip, and 8 warps: pieces of 128 and 64 bytes of bf16,
+    transposed through shared memory. Where a side is shorter, the other one is longer."""
     s = t.space
     assert s.y is not None
     wide, high = _pow2(s.x.size.hint()), _pow2(s.y.size.hint())
-    y = min(2048 // min(64, wide), high)
+    points = 4096 if min(wide, high) >= 64 and t.part.numel.hint() >= 4 * 4096 * target.units else 2048
+    y = min(points // min(64, wide), high)
     x = min(2048 // y if y < 32 else 64, wide)
     return Config("none", xblock=x, num_warps=max(1, min(8, x * y // 256)), extras=(("yblock", y),))
 
