@@ -54,12 +54,15 @@ def pixels(parts: Parts, x: torch.Tensor, factor: int) -> torch.Tensor:
 
 
 def channels(parts: Parts, x: torch.Tensor, groups: int) -> torch.Tensor:
-    """Eager's result on a CPU is new, and lies like ``x``. (torch's parts are those of a GPU.)"""
-    if x.is_cuda or 0 in x.shape:
+    """Eager's result on a CPU is new, and lies like ``x``; on a GPU it is contiguous, and ``x`` itself where nothing
+    moves. (torch's parts take any ``x`` as it is then.)"""
+    if 0 in x.shape:
         return parts(x, groups)
     parts(x, groups)  # for its errors
-    groups_first = x.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
-    return groups_first.clone(memory_format=suggest_memory_format(x))
+    groups_first = x.unflatten(1, (groups, -1)).transpose(1, 2)
+    if x.is_cuda:
+        return groups_first.contiguous().flatten(1, 2)
+    return groups_first.flatten(1, 2).clone(memory_format=suggest_memory_format(x))
 
 
 def row_major(parts: Parts, order: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

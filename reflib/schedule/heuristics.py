@@ -144,12 +144,13 @@ def _pointwise(main: Traffic, traffic: list[Traffic], target: Target) -> Config:
 
 
 def _tile(t: Traffic, target: Target) -> Config:
-    """64 x 64 points, or 64 x 32 where these would not fill the chip, and 8 warps: pieces of 128 and 64 bytes of bf16,
-    transposed through shared memory. Where a side is shorter, the other one is longer."""
+    """64 x 32 points and 8 warps, transposed through shared memory: pieces of 256 and 128 bytes of float32. Of narrower
+    elements 64 x 64, if these fill the chip. Where a side is shorter, the other one is longer."""
     s = t.space
     assert s.y is not None
     wide, high = _pow2(s.x.size.hint()), _pow2(s.y.size.hint())
-    points = 4096 if min(wide, high) >= 64 and t.part.numel.hint() >= 4 * 4096 * target.units else 2048
+    square = t.width < 4 and min(wide, high) >= 64 and t.part.numel.hint() >= 4 * 4096 * target.units
+    points = 4096 if square else 2048
     y = min(points // min(64, wide), high)
     x = min(2048 // y if y < 32 else 64, wide)
     return Config("none", xblock=x, num_warps=max(1, min(8, x * y // 256)), extras=(("yblock", y),))
