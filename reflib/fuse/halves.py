@@ -25,10 +25,10 @@ from math import gcd
 
 from ..ir.expr import Ref
 from ..ir.instructions import work_of
-from ..ir.loops import Axis, LoopNest, Op, Reduce, Scan
+from ..ir.loops import Axis, Load, LoopNest, Op, Reduce, Scan, Store
 from ..ir.program import Buffer, Node
 from ..ir.traffic import WARP, accesses, cheapest_last, neighbours
-from ..ir.transforms import two_passes, varying
+from ..ir.transforms import needed, two_passes, varying
 from ..options import Options
 from ..target import Target
 from .decided import integer
@@ -37,7 +37,7 @@ from .result import Fused
 from .unroll import FILLED, by_parts
 
 PARTS = 4  # of a row, at most
-LONGEST = 1024  # elements of a row, which stays in registers
+LONGEST = 1024  # elements of a row; of elementwise kernels only, longer ones whose parts read something in common
 PIECE, SHORTEST = 8, 16  # elements of a part: a multiple of the first, at least the second
 LESS = 0.75  # of the instructions: what is left
 SHARED = 0.6  # ... where rows share them
@@ -77,9 +77,19 @@ def _written_out(loops: LoopNest, target: Target, invariant: bool) -> LoopNest:
         if n < 2 or (a.kind == "r" and invariant) or rows < n * FILLED * target.units:
             continue
         out = by_parts(two_passes(loops) if a.kind == "r" else loops, a, n)
-        if len(out.body) <= MAX_BODY and work_of(out) <= LESS * n * work_of(loops):
+        less = len(out.body) <= MAX_BODY and work_of(out) <= LESS * n * work_of(loops)
+        if less and (a.size.hint() <= LONGEST or _in_common(out, out.axes[loops.axes.index(a)], n)):
             return out
     return loops
+
+
+def _in_common(out: LoopNest, a: Axis, n: int) -> bool:
+    """Do two of the ``n`` parts, of what varies along ``a``, read the same element?"""
+    level = varying(out.body, [a.var])
+    reads = [set[int]() for _ in range(n)]
+    for k, store in enumerate(i for i, s in enumerate(out.body) if isinstance(s, Store)):
+        reads[k % n] |= {i for i in needed(out.body, [store]) if level[i] and isinstance(out.body[i], Load)}
+    return len(set[int]().union(*reads)) < sum(map(len, reads))
 
 
 def _together(loops: LoopNest, target: Target, buffers: dict[str, Buffer]) -> LoopNest:
@@ -101,7 +111,8 @@ def _together(loops: LoopNest, target: Target, buffers: dict[str, Buffer]) -> Lo
 def _parts(loops: LoopNest, a: Axis) -> int:
     """Into how many equal parts the comparisons with positions along ``a`` cut it; 1: none, or too many."""
     size, added = a.size.constant, {s.reduce for s in loops.stores()}
-    if size is None or size > LONGEST or any(len(s.args) > 1 for s in loops.body if isinstance(s, Reduce)):
+    picks = any(len(s.args) > 1 for s in loops.body if isinstance(s, Reduce))
+    if size is None or picks or (size > LONGEST and loops.reduced):
         return 1
     if "atomic" in added or ("sum" in added and loops.reduced != (a,)):
         return 1

@@ -57,6 +57,19 @@ def test_rows_that_mix_their_parts_are_read_once(name: str, seed: int, monkeypat
     assert len(read) == parts and all(s.mask is None for s in kernel.loads())
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_halves_of_many_rows_that_are_read_from_one_tensor(seed: int, monkeypatch: Any) -> None:
+    """Numbers of 4 bits, two per byte: a byte is read once. Halves of two tensors have nothing in common."""
+    monkeypatch.setattr(halves, "FILLED", 1)
+    r = random.Random(seed)
+    w = torch.randint(-128, 128, (8 * r.randrange(80, 120), 16 * r.randrange(3, 9)), dtype=torch.int8)
+    scale = torch.rand(w.shape[1])
+    (kernel,) = kernels(fused(lambda w, s: ((torch.cat([(w << 4) >> 4, w >> 4]).half() * s),), (w, scale)))
+    assert kernel.numel.hint() == w.numel() and len(kernel.stores()) == 2 and len(kernel.loads()) == 2
+    (kernel, *_) = kernels(fused(lambda w, v, s: ((torch.cat([w << 4, v >> 4]).half() * s),), (w, w + 0, scale)))
+    assert len(kernel.stores()) == 1
+
+
 def test_what_is_cut_elsewhere_stays(monkeypatch: Any) -> None:
     monkeypatch.setattr(halves, "FILLED", 1)
 

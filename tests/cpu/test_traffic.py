@@ -171,6 +171,15 @@ def test_rows_of_one_tensor_that_are_columns_of_another_are_read_in_squares(seed
     assert alone.xblock * 16 < alone.rblock  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tiles_of_narrow_elements_have_long_runs_on_both_sides(dtype: torch.dtype) -> None:
+    large, small = torch.empty(4096, 2048, dtype=dtype), torch.empty(512, 256, dtype=dtype)
+    for x, square in (large, dtype.itemsize == 2), (small, False):
+        _, config, _ = spaces(lambda x: x.T.clone(memory_format=torch.contiguous_format), x)[0]
+        sides = config.xblock, dict(config.extras)["yblock"]  # type: ignore[attr-defined]
+        assert sides == ((64, 64) if square else (64, 32))
+
+
 def test_a_tile_with_a_short_side_is_long() -> None:
     """Programs of 256 points leave most of a multiprocessor's threads without work."""
     packed, table = torch.empty(512, 640, dtype=torch.int32), torch.arange(8) * 4
