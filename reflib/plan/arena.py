@@ -27,8 +27,10 @@ from ..ir.bounds import nonneg
 from ..ir.division import maximum
 from ..ir.expr import Expr, Sym, expr
 from ..ir.program import Buffer, Extern, Program, iter_views, symbols_in, walk
+from .order import owned
 from .regions import Repeat
 from .steps import Alloc, Branch, Call, Free, Launch, Plan, Return, Step
+from .taken import taking
 
 ALIGN = 256  # bytes
 
@@ -59,8 +61,11 @@ class Storage:
 
 
 def in_arena(s: Any) -> tuple[Program, Plan]:
-    """Of Stages, the program and its plan, with an arena if the options say so (none with check_nan)."""
+    """Of Stages, the program and its plan, with an arena if the options say so (none with check_nan); else a backward
+    takes over what was saved for it."""
     assert s.scheduled is not None and s.plan is not None
+    if given := {b for b, own in owned(s).items() if own.given}:
+        return s.scheduled, taking(s.scheduled, s.options, given)
     return arena(s.scheduled, s.plan) if s.options.arena and not s.options.check_nan else (s.scheduled, s.plan)
 
 

@@ -29,6 +29,10 @@ use. So after grouping:
 Where a kernel forms the peak itself, as a long sum does whose terms all wait for the last, its members are kept apart
 wherever another kernel runs meanwhile.
 
+Kernels that share a launch run when the first of them is needed. Those before the peak that are needed only after it
+get a launch of their own, if that is a smaller share of the traffic than they are of the peak: copies of all layers'
+weights in another order, of which a backward needs those of the last layer first.
+
 So small programs stay as they are, and so do programs whose kernels all have their members in one place, as forward
 graphs do: for these it is one look at the positions of the members. Each round is linear in the size of the program.
 
@@ -43,6 +47,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+from ..fuse.combine import EARLY_BYTES
+from ..fuse.dependencies import dependencies
 from ..fuse.driver import AFTER, grouped
 from ..fuse.legality import Cluster, FusionContext
 from ..fuse.mix_order import column_sums
@@ -71,6 +77,10 @@ def lower_peak(s: Any, target: Target) -> Fused:
         if not _pays(fused, trial, mine, target):
             break
         fused = trial
+    for _ in range(ROUNDS):
+        if (later := _launched_later(fused, mine, target)) is fused:
+            break
+        fused = later
     return fused
 
 
@@ -167,6 +177,33 @@ def _pays(old: Fused, new: Fused, mine: Owned, target: Target) -> bool:
     moved = [_moved(p) + LAUNCH[target.is_gpu] * len(p.nodes) for p in (old.program, new.program)]
     less, more = peaks[0] - peaks[1], moved[1] - moved[0]
     return less > WORTH * peaks[0] and (more <= less or more / moved[0] <= SHARE * less / peaks[0])
+
+
+def _launched_later(fused: Fused, mine: Owned, target: Target) -> Fused:
+    """One shared launch as two, around the peak; ``fused`` itself if none of them is worth that."""
+    nodes, place = fused.program.nodes, {n.name: i for i, n in enumerate(fused.program.nodes)}
+    sets = [[place[name] for name in names] for names in fused.combined]
+    size = {b.name: b.nbytes.hint() for b in fused.program.buffers.values()}
+    if all(sum(size[b] for i in s for b in nodes[i].writes()) < EARLY_BYTES for s in sets):
+        return fused
+    peak, at = Lifetimes(as_kernels(fused.program), mine).highest(range(len(nodes)))
+    at = max([at, *(s[-1] for s in sets if at in s)])
+    before, used = dependencies(fused.program).before, _Used(fused.program, mine)
+    needed = set().union(*before[: at + 1])
+    moved = sum(size[b] for n in nodes for b in {*n.reads(), *n.writes()})
+    for k, s in enumerate(sets):
+        gains = {i: sum(size[b] for b in nodes[i].writes()) for i in s if s[-1] < at and i not in needed}
+        for i in gains:
+            gains[i] -= sum(size[b] for b in nodes[i].reads() if b in used.freed and used.last[b] == i)
+        late = [i for i in s if gains.get(i, 0) > 0]
+        less = sum(gains[i] for i in late)
+        if less >= EARLY_BYTES and LAUNCH[target.is_gpu] / moved <= less / peak:
+            sets[k : k + 1] = [[i for i in s if i not in late], late]
+            order = [*(i for i in range(at + 1) if i not in late), *late, *range(at + 1, len(nodes))]
+            names = (tuple(nodes[i].name for i in s) for s in sets if len(s) > 1)
+            later = fused.regrouped(replace(fused.program, nodes=tuple(nodes[i] for i in order)))
+            return replace(later, combined=tuple(names))
+    return fused
 
 
 def _summed(program: Program) -> set[str]:
