@@ -148,7 +148,7 @@ def _best(m: "Lifetimes") -> Order:
     before = peak = m.peak(given)
     orders, whole = [(peak, given)], False  # each needs less than the one before it
     if peak > m.least:
-        for other in (m.late(), m.hills()):
+        for other in (m.late(), m.hills(True), m.hills()):
             if (now := m.peak(other)) < peak:
                 orders.append((peak := now, other))
         looks = _LOOKS[0] + _LOOKS[1] * len(given)
@@ -307,9 +307,10 @@ class Lifetimes:
                 stack += sorted(earlier, reverse=True)
         return tuple(out)
 
-    def hills(self) -> tuple[int, ...]:
+    def hills(self, given: bool = False) -> tuple[int, ...]:
         """Of all that may run, with what follows from it alone: what ends no higher than it began, the lowest first;
-        else what needs most beyond what it leaves, since last it would stand on what all others have left."""
+        else what needs most beyond what it leaves, since last it would stand on what all others have left. ``given``:
+        else the next one as given."""
         self.reset()
         known: dict[int, tuple[Rank, list[int]]] = {}
         through: dict[int, set[int]] = {}  # buffer -> those whose hills touch it
@@ -319,7 +320,7 @@ class Lifetimes:
         new = {i for i in range(self.n) if not self.waiting[i]}
         while new or known:
             for i in new:
-                known[i] = self._hill(i, stops)
+                known[i] = self._hill(i, stops, given)
                 heapq.heappush(heap, (known[i][0], i))
                 for j in known[i][1]:
                     for b in self.touch[j]:
@@ -341,8 +342,9 @@ class Lifetimes:
             new = {k for k in new if k not in out}
         return tuple(out)
 
-    def _hill(self, i: int, stops: dict[int, set[int]]) -> tuple[Rank, list[int]]:
-        """The rank of i, and what then may run. The last of the rank's numbers, negative: where it is best to stop."""
+    def _hill(self, i: int, stops: dict[int, set[int]], given: bool) -> tuple[Rank, list[int]]:
+        """The rank of i, and what then may run, or then frees what i reads. The last of the rank's numbers, negative:
+        where it is best to stop."""
         path: list[int] = []
         high, base, best = 0, self.bytes, (2, 0, 0)
         ready = [i]
@@ -353,12 +355,15 @@ class Lifetimes:
             self.run(j)
             path.append(j)
             net = self.bytes - base
-            best = min(best, (0, high, -len(path)) if net <= 0 else (1, net - high, -len(path)))
+            up = (1, i, -1) if given else (1, net - high, -len(path))
+            best = min(best, (0, high, -len(path)) if net <= 0 else up)
             for k in self.after[j]:
                 if self.waiting[k]:
                     stops.setdefault(k, set()).add(i)
                 else:
                     ready.append(k)
+            left = (self.last[b] for b in self.touch[j] if self.users[b] == 1)
+            ready += {k for k in left if k < self.n and not self.waiting[k]}.difference(ready, path)
         for j in reversed(path):
             self.undo(j)
         return best, path
