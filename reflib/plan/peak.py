@@ -27,7 +27,7 @@ use. So after grouping:
    most ``ROUNDS`` times.
 
 Where a kernel forms the peak itself, as a long sum does whose terms all wait for the last, its members are kept apart
-wherever another kernel runs meanwhile.
+wherever another kernel runs meanwhile; if that moves too much, in ``PARTS`` parts.
 
 Kernels that share a launch run when the first of them is needed. Those before the peak that are needed only after it
 get a launch of their own, if that is a smaller share of the traffic than they are of the peak: copies of all layers'
@@ -43,6 +43,7 @@ NB: TorchInductor refuses a pair when what both read for the last time is more t
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -61,22 +62,23 @@ from .order import WORTH, Lifetimes, Owned, owned, search
 
 ROUNDS = 4
 SHARE = 0.5  # of the traffic, for as much of the peak
+PARTS = 4, 2  # of one kernel
 
 
 def lower_peak(s: Any, target: Target) -> Fused:
     """Of Stages: what ``s.fused`` should be. The same results."""
     fused, mine, cuts = s.fused, owned(s), list[_Cut]()
     while len(cuts) < ROUNDS and fused.ungrouped is not None:
-        cut = _Formed(fused, mine, target).cut()
-        if cut is None:
-            break
-        cuts.append(cut)
-        trial = grouped(fused.ungrouped, s.options, target, *cuts)
-        for run in AFTER.values():
-            trial = run(trial, s.options, target)
-        if not _pays(fused, trial, mine, target):
+        for cut in _Formed(fused, mine, target).cuts():
+            trial = grouped(fused.ungrouped, s.options, target, *cuts, cut)
+            for run in AFTER.values():
+                trial = run(trial, s.options, target)
+            if _pays(fused, trial, mine, target):
+                break
+        else:
             break
         fused = trial
+        cuts.append(cut)
     for _ in range(ROUNDS):
         if (later := _launched_later(fused, mine, target)) is fused:
             break
@@ -109,15 +111,15 @@ class _Formed:
         last = [m[-1] if m else len(place) for m in self.members]
         self.now = list(accumulate(reversed(last), min))[::-1]  # the place that each kernel runs at
 
-    def cut(self) -> _Cut | None:
-        """What would lower the peak; None if nothing would."""
+    def cuts(self) -> Iterator[_Cut]:
+        """What would lower the peak, the lowest first."""
         done = [-1, *accumulate((m[0] if m else -1 for m in self.members), max)]  # the first of those that ran before
         stretched = [
             k for k, m in enumerate(self.members)
             if len(m) > 1 and (m[-1] > self.now[k] or m[0] < done[k]) and isinstance(self.program.nodes[k], LoopNest)
         ]  # fmt: skip
         if not stretched:
-            return None
+            return
         alive = Lifetimes(as_kernels(self.program), self.mine)
         peak, at = alive.highest(range(len(self.members)))
         place = self.now[at]
@@ -126,10 +128,12 @@ class _Formed:
         gains = {k: self._gain(k, at, place, used) for k in found}
         better = [k for k, gain in gains.items() if gain > self.launch]
         if sum(gains[k] for k in better) > WORTH * peak:
-            return _Cut({p: p > place for k in better for p in self.members[k]})
-        if at in stretched and self._gain(at, at, self.now[at - 1], used) > max(self.launch, WORTH * peak):
-            return _Cut({p: bisect_left(self.now, p, 0, at) for p in self.members[at]})
-        return None
+            yield _Cut({p: p > place for k in better for p in self.members[k]})
+        elif at in stretched and self._gain(at, at, self.now[at - 1], used) > max(self.launch, WORTH * peak):
+            meanwhile = [bisect_left(self.now, p, 0, at) for p in self.members[at]]
+            places = sorted(set(meanwhile))
+            for n in (len(places), *(n for n in PARTS if n < len(places))):
+                yield _Cut({p: places.index(k) * n // len(places) for p, k in zip(self.members[at], meanwhile)})
 
     def _gain(self, k: int, at: int, place: int, used: _Used) -> int:
         """How many bytes fewer are in memory at kernel ``at`` if kernel ``k``'s members after ``place`` run after it
