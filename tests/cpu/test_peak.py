@@ -58,7 +58,7 @@ def test_four_blocks_computed_again_need_no_more_than_one_at_a_time() -> None:
     and its gradient. (TorchInductor 2.13: 28 units.)"""
     before, now = (backward(4, rounds, activation_memory_budget=0.5) for rounds in (0, peak.ROUNDS))
     saved = 4 * 5
-    assert before.memory.peak_bytes > 32 * UNIT and now.memory.peak_bytes < (saved + 4.5) * UNIT
+    assert before.memory.peak_bytes > 29 * UNIT and now.memory.peak_bytes < (saved + 4.5) * UNIT
     assert moved(now) < moved(before) + 2.5 * UNIT  # no norm is kept in float32
     assert len(now.kernels) <= len(before.kernels) + 3
 
