@@ -20,7 +20,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "together": "ranks.tune",
         "fused": "plan.peak:lower_peak",
         "order": "plan.order:ordered",
-        "arena": "ranks.place:placed",
+        "plan": "ranks.place:placed",
     },
     "pipeline.CAPTURED": {
         "attention": "capture.attention:attention",

@@ -61,12 +61,9 @@ class Storage:
 
 
 def in_arena(s: Any) -> tuple[Program, Plan]:
-    """Of Stages, the program and its plan, with an arena if the options say so (none with check_nan); else a backward
-    takes over what was saved for it."""
-    assert s.scheduled is not None and s.plan is not None
-    if given := {b for b, own in owned(s).items() if own.given}:
-        return s.scheduled, taking(s.scheduled, s.options, given)
-    return arena(s.scheduled, s.plan) if s.options.arena and not s.options.check_nan else (s.scheduled, s.plan)
+    """Of Stages, the program and its plan, with an arena if the options say so (none with check_nan)."""
+    plan = taking(s.scheduled, s.options, {b for b, own in owned(s).items() if own.given})
+    return arena(s.scheduled, plan) if s.options.arena and not s.options.check_nan else (s.scheduled, plan)
 
 
 def arena(program: Program, plan: Plan) -> tuple[Program, Plan]:

@@ -117,8 +117,8 @@ def _in(program: Program, sequence: Sequence[int]) -> Program:
 
 def owned(s: Any) -> Owned:
     """Inputs that live no longer than the program reads them: what the forward computed and saved for the backward.
-    Given are those that AOTAutograd donates: they are in no storage of a result's or an argument's, nor here of another
-    saved one's. (None to a CUDA graph, which has them at fixed places, or to an arena; C++ cannot ask who holds one.)"""
+    Given are those that AOTAutograd donates, which are in no storage of a result or an argument, nor here of another
+    saved one. (None to a CUDA graph, which has them at fixed places, or to an arena; C++ cannot ask who holds one.)"""
     if s.graph is None or s.graph.name != "backward":
         return {}
     values = {n.name: n.meta.get("val") for n in s.graph.nodes if n.op == "placeholder"}
@@ -169,7 +169,8 @@ class Lifetimes:
 
     def __init__(self, program: Program, owned: Owned):
         self.program, self.pinned = program, escaping(program)
-        self.free = {b.name for b in program.buffers.values() if b.kind == "temp" or b.name in owned and owned[b.name].given}
+        self.free = {b.name for b in program.buffers.values() if b.kind == "temp"}
+        self.free |= {b for b, own in owned.items() if own.given}
         self.random = Random(0)
         self.n = len(program.nodes)
         storage: dict[str, Any] = {name: name for name, b in program.buffers.items() if b.kind == "temp"}
