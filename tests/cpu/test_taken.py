@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
 from reflib.lab.peak_memory import peak_bytes
 from reflib.options import Options
@@ -139,6 +140,127 @@ def test_graph_of_subclasses_is_retained(first: bool) -> None:
             got = torch.autograd.grad(y, (x, w), retain_graph=retain)
             same([t.b for t in got], [t.b for t in want])
     assert takes(seen)
+
+
+def numpy_kept(kept: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """The array is the hook's, and has the memory of the tensor that autograd gets back."""
+
+    def pack(t: Tensor) -> Any:
+        array = t.detach().clone().numpy()
+        kept.append((array, array.copy()))
+        return array
+
+    return pack, torch.from_numpy
+
+
+def history(kept: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+    return lambda t: t.detach().clone(), lambda t: t.clone().requires_grad_()
+
+
+def part_of_a_storage(kept: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """(Whose other part would be in memory for as long as the gradient.)"""
+
+    def unpack(t: Tensor) -> Tensor:
+        return t.new_empty(2 * t.numel()).as_strided(t.shape, t.stride()).copy_(t)
+
+    return lambda t: t.detach().clone(), unpack
+
+
+@pytest.mark.parametrize("hooks", [numpy_kept, history, part_of_a_storage])
+def test_hooks_that_bring_other_memory(hooks: Any) -> None:
+    x = inputs()[1]
+    fn = lambda x: torch.cumsum((x / 4).exp(), 0).sin()  # noqa: E731 (x's gradient is stored over the exponential)
+    g, seen = compiled(fn)
+    g(x).sum().backward()
+    kept: list[tuple[Any, Any]] = []
+    with torch.autograd.graph.saved_tensors_hooks(*hooks(kept)):
+        y = g(x).sum()
+    (grad,) = torch.autograd.grad(y, x)
+    same((grad,), torch.autograd.grad(fn(x).sum(), x))
+    assert takes(seen) and not grad.requires_grad and grad.untyped_storage().nbytes() == grad.nbytes
+    assert all((a == b).all() for a, b in kept)
+
+
+def views(x: Tensor, w: Tensor) -> Tensor:
+    a, b = (x @ w).sigmoid().chunk(2, -1)
+    return (torch.nn.functional.silu(a) * b.sin()).exp()
+
+
+def arguments(x: Tensor, w: Tensor) -> Tensor:
+    return (x.sin() * x.cos()) @ (w * w)
+
+
+def in_turn(x: Tensor, w: Tensor) -> Tensor:
+    for _ in range(3):
+        x = (x @ (w @ w.t()) / w.numel()).tanh().sigmoid()
+    return x.softmax(-1) @ w
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("fn", [views, arguments, in_turn])
+def test_what_others_have_is_as_before(fn: Any, dynamic: bool) -> None:
+    """Arguments, which are saved as they are, and saved views of one storage; for sizes that vary, too."""
+    torch._dynamo.reset()
+    g = torch.compile(fn, backend=Backend(Options()), dynamic=dynamic)
+    for rows in (64, 64, 96):
+        x, w = torch.randn(rows, 32, requires_grad=True), torch.randn(32, 48, requires_grad=True)
+        before, y = [x.detach().clone(), w.detach().clone()], g(x, w)
+        want = torch.autograd.grad(fn(x, w).sum(), (x, w))
+        for retain in (True, False):
+            same(torch.autograd.grad(y.sum(), (x, w), retain_graph=retain), want)
+        assert torch.equal(x, before[0]) and torch.equal(w, before[1])
+
+
+def test_regions_that_share_a_tensor() -> None:
+    """A result of one graph is saved by two others, and by eager code."""
+    torch._dynamo.reset()
+    made, left, right = (
+        lambda x: (x * 2).exp(), lambda y: y.sin().exp(), lambda y: (y * y).tanh(),
+    )  # fmt: skip
+    fns = [torch.compile(fn, backend=Backend(Options())) for fn in (made, left, right)]
+    x = (torch.randn(40, 56) / 4).requires_grad_()
+
+    def total(made: Any, left: Any, right: Any) -> tuple[Tensor, Tensor]:
+        y = made(x)
+        return y, left(y).sum() + right(y).sum() + y.cos().sum()
+
+    (want,) = torch.autograd.grad(total(made, left, right)[1], x)
+    for keep in (True, False, True):
+        y, loss = total(*fns)
+        kept, before = (y, y.detach().clone()) if keep else (None, None)
+        del y
+        for retain in (True, False):
+            same(torch.autograd.grad(loss, x, retain_graph=retain), (want,))
+            assert kept is None or torch.equal(kept, before)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_checkpointing(reentrant: bool, inside: bool) -> None:
+    x, w = inputs()
+    twice = lambda fn: lambda x, w: fn(x, w) + fn(x * 2, w)  # noqa: E731
+    again = partial(checkpoint, use_reentrant=reentrant)
+    g, _ = compiled(twice(partial(again, f)) if inside else f)
+    g = g if inside else twice(partial(again, g))
+    want = torch.autograd.grad(twice(f)(x, w).sum(), (x, w))
+    for _ in range(2):
+        x.grad = w.grad = None
+        y = g(x, w).sum()
+        if not reentrant:
+            same(torch.autograd.grad(y, (x, w), retain_graph=True), want)
+        y.backward()
+        same((x.grad, w.grad), want)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x, w = inputs()
+    g, seen = compiled(f)
+    g(x, w).sum().backward()
+    assert takes(seen)
+    grads = torch.autograd.grad(g(x, w).sum(), (x, w), create_graph=True)
+    same(grads, torch.autograd.grad(f(x, w).sum(), (x, w)))
+    with pytest.raises(RuntimeError, match="double backward"):
+        grads[0].sum().backward()
 
 
 @pytest.mark.parametrize("options", [{"arena": True}, {"check_nan": True}])
