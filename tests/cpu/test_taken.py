@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from reflib.lab.peak_memory import peak_bytes
 from reflib.options import Options
 from reflib.pipeline import Backend, Stages
+from reflib.wrap.taken import owned
 
 CPU = torch.device("cpu")
 
@@ -80,21 +82,23 @@ def test_graph_is_retained() -> None:
     assert takes(seen)
 
 
-def test_hooks_that_keep_what_is_saved() -> None:
+@pytest.mark.parametrize("keep", [lambda t: t, Tensor.detach, to_dlpack])
+def test_hooks_that_keep_what_is_saved(keep: Any) -> None:
+    """The tensor, another one of its memory, or something in C++ that refers to it."""
     x, w = inputs()
-    kept: list[Tensor] = []
+    kept: list[tuple[Any, Tensor]] = []
     g, seen = compiled(f)
     g(x, w).sum().backward()
 
     def pack(t: Tensor) -> Tensor:
-        kept.append(t)
+        kept.append((keep(t.detach()) if t.requires_grad else keep(t), t.detach().clone()))
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = g(x, w).sum()
-    before = [t.clone() for t in kept]
     same(torch.autograd.grad(y, (x, w)), torch.autograd.grad(f(x, w).sum(), (x, w)))
-    assert len(kept) > 2 and all(map(torch.equal, kept, before)) and takes(seen)
+    now = [from_dlpack(k) if keep is to_dlpack else k for k, _ in kept]
+    assert takes(seen) and len(kept) > 2 and all(torch.equal(a, b) for a, (_, b) in zip(now, kept))
 
 
 def test_results_that_are_saved_too() -> None:
@@ -142,6 +146,18 @@ def test_graph_of_subclasses_is_retained(first: bool) -> None:
     assert takes(seen)
 
 
+def test_who_owns_its_memory() -> None:
+    w = torch.ones(8, requires_grad=True)
+    for other in (
+        lambda t: None, lambda t: t.requires_grad_(), lambda t: t.untyped_storage(), Tensor.detach, Tensor.numpy,
+        lambda t: t[2:], lambda t: t * w, to_dlpack,
+    ):  # fmt: skip
+        t = torch.ones(8)
+        kept = other(t)  # the product has ``t`` for its gradient
+        assert owned(t) == (kept is None), other
+    assert not owned(torch.ones(8)[4:]) and not owned(torch.from_numpy(torch.ones(8).numpy()))
+
+
 def numpy_kept(kept: list[tuple[Any, Any]]) -> tuple[Any, Any]:
     """The array is the hook's, and has the memory of the tensor that autograd gets back."""
 
@@ -161,7 +177,7 @@ def part_of_a_storage(kept: list[tuple[Any, Any]]) -> tuple[Any, Any]:
     """(Whose other part would be in memory for as long as the gradient.)"""
 
     def unpack(t: Tensor) -> Tensor:
-        return t.new_empty(2 * t.numel()).as_strided(t.shape, t.stride()).copy_(t)
+        return t.new_empty(0).set_(t.new_empty(2 * t.numel()).untyped_storage(), 0, t.shape, t.stride()).copy_(t)
 
     return lambda t: t.detach().clone(), unpack
 
