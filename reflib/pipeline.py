@@ -42,8 +42,8 @@ Chosen = tuple["Program", tuple[Any, ...]]  # a program without choices, and the
 # Replaces each Choice of ``s.program`` by its best variant: (Stages) -> Chosen, under "choose". It may set ``s.swap``,
 # ``s.names`` and ``s.built``. Programs without choices need none; the core's rules make no Choice. Under "launches":
 # ``s.scheduled`` launched as is best, and all decisions; none: as heuristics say. Under "order": ``s.scheduled`` in an
-# order that needs less memory; under "fused": ``s.fused`` so grouped. Under "arena": it and its plan, with one
-# allocation. Under "together": for several processes.
+# order that needs less memory; under "fused": ``s.fused`` so grouped. Under "plan": it and its plan. Under
+# "together": for several processes.
 CHOOSE = Seam("pipeline.CHOOSE")
 # Around compiling Dynamo's graphs: (compile, Backend, GraphModule, inputs) -> callable; compile takes the last three.
 COMPILE = Seam("pipeline.COMPILE")
@@ -211,9 +211,8 @@ def _plan(s: Stages) -> None:
     if "order" in CHOOSE:
         s.scheduled = CHOOSE["order"](s)
         _verify(s, s.scheduled)
-    s.plan = plan(s.scheduled, s.options)
-    if "arena" in CHOOSE:
-        s.scheduled, s.plan = CHOOSE["arena"](s)
+    own = "plan" in CHOOSE
+    s.scheduled, s.plan = CHOOSE["plan"](s) if own else (s.scheduled, plan(s.scheduled, s.options))
 
 
 def _generate(s: Stages) -> None:

@@ -20,7 +20,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "together": "ranks.tune",
         "fused": "plan.peak:lower_peak",
         "order": "plan.order:ordered",
-        "arena": "ranks.place:placed",
+        "plan": "ranks.place:placed",
     },
     "pipeline.CAPTURED": {
         "attention": "capture.attention:attention",
@@ -203,6 +203,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "Call": "wrap.checks:call_in_python",
         "Repeat": "wrap.regions:repeat_in_python",
         "Arena": "wrap.arena:arena_in_python",
+        "Take": "wrap.taken:take_in_python",
         "check_nan": "wrap.bad_values:check_in_python",
     },
     "wrap.BINDERS": {"triton": "wrap.build:bind", "cpp": "wrap.build:bind"},
@@ -211,6 +212,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "zeros": "wrap.zeros:zeros", "given_back": "wrap.checks:given_back",
         "outside": "wrap.checks:outside", "expect_sizes": "wrap.checks:expect_sizes",
         "check_nan": "wrap.bad_values:check_nan", "expect_own": "wrap.checks:expect_own",
+        "references": "wrap.taken:references", "UNSHARED": "wrap.taken:UNSHARED", "owned": "wrap.taken:owned",
     },
 }
 

@@ -27,12 +27,13 @@ def dynamo_graph_to_aten(
     forward graph and, possibly only when it is first needed, for the backward graph; it returns a callable that takes a
     list of inputs. ``rewrite``: of the joint graph, before it is cut into these two."""
     from torch._dynamo.backends.common import aot_autograd
+    donated: list[int] = []
 
     def compiler(name: str) -> Callable[..., Any]:
         def compile_one(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list], Any]:
             if name == "inference":  # (of a joint graph, ``partitioner`` does)
                 merge_repeats(gm)
-            fn = compile_graph(Graph(gm, name, *_known(gm, name)), example_inputs)
+            fn = compile_graph(Graph(gm, name, *_known(gm, name, donated)), example_inputs)
             fn._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd: takes a list, which it may empty
             return fn
 
@@ -60,13 +61,16 @@ def partitioner(rewrite: Rewrite) -> Callable[..., Any]:
     return partition
 
 
-def _known(gm: torch.fx.GraphModule, name: str) -> tuple[frozenset[str], int]:
+def _known(gm: torch.fx.GraphModule, name: str, donated: list[int]) -> tuple[frozenset[str], int]:
     """Placeholders that hold parameters, and how many outputs are for the backward. AOTAutograd has the positions of
     the former among the forward's inputs, and names inputs by position: ``primals_N`` in a forward graph and where a
-    backward graph reads a saved one, ``argN_1`` in an inference graph."""
+    backward graph reads a saved one, ``argN_1`` in an inference graph. Marked: what it donates to a backward graph."""
     info: Any = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
     names = {x for i in getattr(info, "static_input_indices", None) or [] for x in (f"primals_{i + 1}", f"arg{i}_1")}
     saved = len(gm.graph.output_node().args[0]) - info.num_forward if name == "forward" else 0
-    if donated := getattr(info, "bw_donated_idxs", None):
-        donated.clear()  # (nothing is stored there; AOTAutograd would refuse a later backward that retains the graph)
-    return frozenset(n.name for n in gm.graph.nodes if n.op == "placeholder" and n.name in names), saved
+    inputs, now = gm.graph.find_nodes(op="placeholder"), getattr(info, "bw_donated_idxs", None) or []
+    donated += now
+    now.clear()  # (with any, AOTAutograd refuses a later backward that retains the graph)
+    for i in donated if name == "backward" else ():
+        inputs[i].meta["donated"] = True
+    return frozenset(n.name for n in inputs if n.name in names), saved

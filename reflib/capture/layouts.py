@@ -215,7 +215,7 @@ def _lay_out(graph: torch.fx.Graph, begin: set[str]) -> int:
     known: dict[Any, Any] = {}  # by an op and what its arguments look like: what its result does
     with mode, torch.no_grad():
         for node in list(graph.nodes):
-            if node.target in CONVOLUTIONS and _is_line(node):
+            if node.target in CONVOLUTIONS and _is_line(node) and not _stays(node):
                 changed.update(_as_plane(graph, node))
         for node in list(graph.nodes):
             if node.op == "output":
@@ -233,16 +233,30 @@ def _follow(
 ) -> int:
     """``node``'s value for its arguments in their new order, which is a convolution's own; returns the bytes copied."""
     moved, operands = 0, CONVOLUTIONS.get(node.target, 0)
-    if operands and node.args[0].meta["val"].dim() == 4:
+    stays = operands and _stays(node)
+    if operands and not stays and node.args[0].meta["val"].dim() == 4:
         moved = _convolve(graph, node, operands, copies)
     elif not any(a in changed for a in node.all_input_nodes):
         return 0
-    elif getattr(node.target, "namespace", "aten") not in ("aten", "prims") or _packet(node) in CONTIGUOUS:
+    elif stays or getattr(node.target, "namespace", "aten") not in ("aten", "prims") or _packet(node) in CONTIGUOUS:
         return _for_others(graph, node, changed)  # an op of the user's may rely on its arguments' strides
     _again(graph, node, known)
     same = all(_same(a, b) for a, b in zip(*(_tensors(node.meta[k]) for k in ("val", "old")), strict=True))
     (changed.discard if same else changed.add)(node)
     return moved
+
+
+def _stays(node: Node) -> bool:
+    """Does a convolution keep NCHW, at the end of a graph, as it makes more of each pixel than it reads: a head of many
+    classes? In both orders it is a product, and it reads a copy of what is smaller. (Copies of the larger tensor, back
+    and of its gradient, would be at the peak: with all that is saved.)"""
+    operands = CONVOLUTIONS[node.target]
+    x, w, (stride, pad) = node.args[operands - 2], node.args[operands - 1], node.args[operands + 1 : operands + 3]
+    y = node if operands == 2 else node.args[0]
+    at_end = all(u.op == "output" for u in y.users) if operands == 2 else y.op == "placeholder"  # type: ignore[union-attr]
+    sizes = [*w.meta["val"].shape[2:], *stride]  # type: ignore[union-attr, misc]
+    pointwise = set(sizes) == {1} and not any(pad) and not node.args[operands + 4] and node.args[operands + 6] == 1  # type: ignore[arg-type]
+    return pointwise and at_end and _bytes(y.meta["val"]) > _bytes(x.meta["val"])  # type: ignore[union-attr]
 
 
 def _as_plane(graph: torch.fx.Graph, node: Node) -> list[Node]:

@@ -87,7 +87,11 @@ class MemoryReport(Memory):
 
     @cached_property
     def order(self) -> Order:
-        return search(self.counted, {b: (b, self.counted.buffers[b].nbytes.hint()) for b in self.owned})
+        mine = owned(self.stages)
+        return search(
+            self.counted,
+            {b: mine[b]._replace(storage=b, bytes=self.counted.buffers[b].nbytes.hint()) for b in self.owned},
+        )
 
     @cached_property
     def table(self) -> tuple[Step, ...]:

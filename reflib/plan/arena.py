@@ -27,8 +27,10 @@ from ..ir.bounds import nonneg
 from ..ir.division import maximum
 from ..ir.expr import Expr, Sym, expr
 from ..ir.program import Buffer, Extern, Program, iter_views, symbols_in, walk
+from .order import owned
 from .regions import Repeat
 from .steps import Alloc, Branch, Call, Free, Launch, Plan, Return, Step
+from .taken import taking
 
 ALIGN = 256  # bytes
 
@@ -60,8 +62,8 @@ class Storage:
 
 def in_arena(s: Any) -> tuple[Program, Plan]:
     """Of Stages, the program and its plan, with an arena if the options say so (none with check_nan)."""
-    assert s.scheduled is not None and s.plan is not None
-    return arena(s.scheduled, s.plan) if s.options.arena and not s.options.check_nan else (s.scheduled, s.plan)
+    plan = taking(s.scheduled, s.options, {b for b, own in owned(s).items() if own.given})
+    return arena(s.scheduled, plan) if s.options.arena and not s.options.check_nan else (s.scheduled, plan)
 
 
 def arena(program: Program, plan: Plan) -> tuple[Program, Plan]:

@@ -18,12 +18,13 @@ NB: TorchInductor (``reorder_for_peak_memory``) takes the best of three greedy o
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from random import Random
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,9 +45,17 @@ _CACHE = 32 << 20  # bytes touched since: what was written before is not in a ca
 _DEEP = 16  # nodes of a hill
 Rank = tuple[int, int, int]
 
-# Inputs whose memory is free after their last use: by name, which storage each is in, and the bytes of that. Several
-# may be views of one storage.
-Owned = Mapping[str, tuple[Any, int]]
+
+class Own(NamedTuple):
+    """The storage that an input is in, and its bytes. ``given``: a kernel may store over it (``plan.taken``)."""
+
+    storage: Any
+    bytes: int
+    given: bool = False
+
+
+# Inputs whose memory is free after their last use, by name. Several may be views of one storage.
+Owned = Mapping[str, Own]
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,7 @@ def in_order(program: Program, mine: Owned) -> Program:
         return out
     rest = replace(out, nodes=out.nodes[at:])
     made = {b for node in out.nodes[:at] for b in (*node.writes(), *_aliases(node)) if out.buffers[b].kind == "temp"}
-    there = {b: (b, out.buffers[b].nbytes.hint()) for b in made} | dict(mine)
+    there = {b: Own(b, out.buffers[b].nbytes.hint()) for b in made} | dict(mine)
     used = {b for node in rest.nodes for b in (*node.reads(), *node.writes())} | out.output_buffers()
     found = search(rest, {b: own for b, own in there.items() if b in used}).sequence
     return _in(out, (*range(at), *(at + i for i in found)))
@@ -107,7 +116,9 @@ def _in(program: Program, sequence: Sequence[int]) -> Program:
 
 
 def owned(s: Any) -> Owned:
-    """Inputs that live no longer than the program reads them: what the forward computed and saved for the backward."""
+    """Inputs that live no longer than the program reads them: what the forward computed and saved for the backward.
+    Given are those that AOTAutograd donates, which are in no storage of a result or an argument, nor here of another
+    saved one. (None to a CUDA graph, which has them at fixed places, or to an arena; C++ cannot ask who holds one.)"""
     if s.graph is None or s.graph.name != "backward":
         return {}
     values = {n.name: n.meta.get("val") for n in s.graph.nodes if n.op == "placeholder"}
@@ -118,7 +129,13 @@ def owned(s: Any) -> Owned:
     def size(n: Any) -> int:
         return symbols.expr(n).hint() if symbols.expressible(n) else n.node.hint or 0
 
-    return {name: (x._cdata, size(x.nbytes())) for name, x in storages.items() if x._cdata not in callers}
+    o, views = s.options, Counter(x._cdata for x in storages.values())
+    takes = o.inplace_buffers and o.wrapper == "python" and not (o.arena or o.cuda_graphs or o.check_nan)
+    donated = {n.name for n in s.graph.nodes if takes and "donated" in n.meta}
+    return {
+        name: Own(x._cdata, size(x.nbytes()), name in donated and views[x._cdata] == 1)
+        for name, x in storages.items() if x._cdata not in callers
+    }  # fmt: skip
 
 
 def search(program: Program, owned: Owned = MappingProxyType({})) -> Order:
@@ -131,7 +148,7 @@ def _best(m: "Lifetimes") -> Order:
     before = peak = m.peak(given)
     orders, whole = [(peak, given)], False  # each needs less than the one before it
     if peak > m.least:
-        for other in (m.late(), m.hills()):
+        for other in (m.late(), m.hills(True), m.hills()):
             if (now := m.peak(other)) < peak:
                 orders.append((peak := now, other))
         looks = _LOOKS[0] + _LOOKS[1] * len(given)
@@ -152,16 +169,18 @@ class Lifetimes:
 
     def __init__(self, program: Program, owned: Owned):
         self.program, self.pinned = program, escaping(program)
+        self.free = {b.name for b in program.buffers.values() if b.kind == "temp"}
+        self.free |= {b for b, own in owned.items() if own.given}
         self.random = Random(0)
         self.n = len(program.nodes)
         storage: dict[str, Any] = {name: name for name, b in program.buffers.items() if b.kind == "temp"}
-        storage |= {name: owned[name][0] for name in program.buffers if name in owned}
+        storage |= {name: owned[name].storage for name in program.buffers if name in owned}
         first = {storage[name]: program.buffers[name] for name in reversed(storage)}  # views of one storage count once
         kept = list(reversed(first.values()))
         place = {key: k for k, key in enumerate(reversed(first))}
         number = {name: place[key] for name, key in storage.items()}
         self.number = number
-        self.size = [owned[b.name][1] if b.name in owned else b.nbytes.hint() for b in kept]
+        self.size = [owned[b.name].bytes if b.name in owned else b.nbytes.hint() for b in kept]
         reads, writes = [n.reads() for n in program.nodes], [n.writes() for n in program.nodes]
         touched = ((*r, *w, *_aliases(n)) for r, w, n in zip(reads, writes, program.nodes))
         self.touch = [list(dict.fromkeys(number[b] for b in t if b in number)) for t in touched]
@@ -205,9 +224,9 @@ class Lifetimes:
         taken: list[str] = []
         if not is_kernel(node):
             return []
-        temps = [b for b in reads if b in number and b not in self.pinned and self.program.buffers[b].kind == "temp"]
+        free = [b for b in reads if b in number and b not in self.pinned and b in self.free]
         for new in writes:
-            for old in temps if new in number else ():
+            for old in free if new in number else ():
                 same = old != new and self.storage[number[old]] == self.storage[number[new]]
                 if same and old not in taken and can_overwrite(node, old, new):
                     taken.append(old)
@@ -289,9 +308,10 @@ class Lifetimes:
                 stack += sorted(earlier, reverse=True)
         return tuple(out)
 
-    def hills(self) -> tuple[int, ...]:
+    def hills(self, given: bool = False) -> tuple[int, ...]:
         """Of all that may run, with what follows from it alone: what ends no higher than it began, the lowest first;
-        else what needs most beyond what it leaves, since last it would stand on what all others have left."""
+        else what needs most beyond what it leaves, since last it would stand on what all others have left. ``given``:
+        else the next one as given."""
         self.reset()
         known: dict[int, tuple[Rank, list[int]]] = {}
         through: dict[int, set[int]] = {}  # buffer -> those whose hills touch it
@@ -301,7 +321,7 @@ class Lifetimes:
         new = {i for i in range(self.n) if not self.waiting[i]}
         while new or known:
             for i in new:
-                known[i] = self._hill(i, stops)
+                known[i] = self._hill(i, stops, given)
                 heapq.heappush(heap, (known[i][0], i))
                 for j in known[i][1]:
                     for b in self.touch[j]:
@@ -323,8 +343,9 @@ class Lifetimes:
             new = {k for k in new if k not in out}
         return tuple(out)
 
-    def _hill(self, i: int, stops: dict[int, set[int]]) -> tuple[Rank, list[int]]:
-        """The rank of i, and what then may run. The last of the rank's numbers, negative: where it is best to stop."""
+    def _hill(self, i: int, stops: dict[int, set[int]], given: bool) -> tuple[Rank, list[int]]:
+        """The rank of i, and what then may run, or then frees what i reads. The last of the rank's numbers, negative:
+        where it is best to stop."""
         path: list[int] = []
         high, base, best = 0, self.bytes, (2, 0, 0)
         ready = [i]
@@ -335,12 +356,15 @@ class Lifetimes:
             self.run(j)
             path.append(j)
             net = self.bytes - base
-            best = min(best, (0, high, -len(path)) if net <= 0 else (1, net - high, -len(path)))
+            up = (1, i, -1) if given else (1, net - high, -len(path))
+            best = min(best, (0, high, -len(path)) if net <= 0 else up)
             for k in self.after[j]:
                 if self.waiting[k]:
                     stops.setdefault(k, set()).add(i)
                 else:
                     ready.append(k)
+            left = (self.last[b] for b in self.touch[j] if self.users[b] == 1)
+            ready += {k for k in left if k < self.n and not self.waiting[k]}.difference(ready, path)
         for j in reversed(path):
             self.undo(j)
         return best, path

@@ -27,7 +27,11 @@ use. So after grouping:
    most ``ROUNDS`` times.
 
 Where a kernel forms the peak itself, as a long sum does whose terms all wait for the last, its members are kept apart
-wherever another kernel runs meanwhile.
+wherever another kernel runs meanwhile; if that moves too much, in ``PARTS`` parts.
+
+Kernels that share a launch run when the first of them is needed. Those before the peak that are needed only after it
+get a launch of their own, if that is a smaller share of the traffic than they are of the peak: copies of all layers'
+weights in another order, of which a backward needs those of the last layer first.
 
 So small programs stay as they are, and so do programs whose kernels all have their members in one place, as forward
 graphs do: for these it is one look at the positions of the members. Each round is linear in the size of the program.
@@ -39,10 +43,13 @@ NB: TorchInductor refuses a pair when what both read for the last time is more t
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+from ..fuse.combine import EARLY_BYTES
+from ..fuse.dependencies import dependencies
 from ..fuse.driver import AFTER, grouped
 from ..fuse.legality import Cluster, FusionContext
 from ..fuse.mix_order import column_sums
@@ -55,22 +62,27 @@ from .order import WORTH, Lifetimes, Owned, owned, search
 
 ROUNDS = 4
 SHARE = 0.5  # of the traffic, for as much of the peak
+PARTS = 4, 2  # of one kernel
 
 
 def lower_peak(s: Any, target: Target) -> Fused:
     """Of Stages: what ``s.fused`` should be. The same results."""
     fused, mine, cuts = s.fused, owned(s), list[_Cut]()
     while len(cuts) < ROUNDS and fused.ungrouped is not None:
-        cut = _Formed(fused, mine, target).cut()
-        if cut is None:
-            break
-        cuts.append(cut)
-        trial = grouped(fused.ungrouped, s.options, target, *cuts)
-        for run in AFTER.values():
-            trial = run(trial, s.options, target)
-        if not _pays(fused, trial, mine, target):
+        for cut in _Formed(fused, mine, target).cuts():
+            trial = grouped(fused.ungrouped, s.options, target, *cuts, cut)
+            for run in AFTER.values():
+                trial = run(trial, s.options, target)
+            if _pays(fused, trial, mine, target):
+                break
+        else:
             break
         fused = trial
+        cuts.append(cut)
+    for _ in range(ROUNDS):
+        if (later := _launched_later(fused, mine, target)) is fused:
+            break
+        fused = later
     return fused
 
 
@@ -99,15 +111,15 @@ class _Formed:
         last = [m[-1] if m else len(place) for m in self.members]
         self.now = list(accumulate(reversed(last), min))[::-1]  # the place that each kernel runs at
 
-    def cut(self) -> _Cut | None:
-        """What would lower the peak; None if nothing would."""
+    def cuts(self) -> Iterator[_Cut]:
+        """What would lower the peak, the lowest first."""
         done = [-1, *accumulate((m[0] if m else -1 for m in self.members), max)]  # the first of those that ran before
         stretched = [
             k for k, m in enumerate(self.members)
             if len(m) > 1 and (m[-1] > self.now[k] or m[0] < done[k]) and isinstance(self.program.nodes[k], LoopNest)
         ]  # fmt: skip
         if not stretched:
-            return None
+            return
         alive = Lifetimes(as_kernels(self.program), self.mine)
         peak, at = alive.highest(range(len(self.members)))
         place = self.now[at]
@@ -116,10 +128,12 @@ class _Formed:
         gains = {k: self._gain(k, at, place, used) for k in found}
         better = [k for k, gain in gains.items() if gain > self.launch]
         if sum(gains[k] for k in better) > WORTH * peak:
-            return _Cut({p: p > place for k in better for p in self.members[k]})
-        if at in stretched and self._gain(at, at, self.now[at - 1], used) > max(self.launch, WORTH * peak):
-            return _Cut({p: bisect_left(self.now, p, 0, at) for p in self.members[at]})
-        return None
+            yield _Cut({p: p > place for k in better for p in self.members[k]})
+        elif at in stretched and self._gain(at, at, self.now[at - 1], used) > max(self.launch, WORTH * peak):
+            meanwhile = [bisect_left(self.now, p, 0, at) for p in self.members[at]]
+            places = sorted(set(meanwhile))
+            for n in (len(places), *(n for n in PARTS if n < len(places))):
+                yield _Cut({p: places.index(k) * n // len(places) for p, k in zip(self.members[at], meanwhile)})
 
     def _gain(self, k: int, at: int, place: int, used: _Used) -> int:
         """How many bytes fewer are in memory at kernel ``at`` if kernel ``k``'s members after ``place`` run after it
@@ -167,6 +181,33 @@ def _pays(old: Fused, new: Fused, mine: Owned, target: Target) -> bool:
     moved = [_moved(p) + LAUNCH[target.is_gpu] * len(p.nodes) for p in (old.program, new.program)]
     less, more = peaks[0] - peaks[1], moved[1] - moved[0]
     return less > WORTH * peaks[0] and (more <= less or more / moved[0] <= SHARE * less / peaks[0])
+
+
+def _launched_later(fused: Fused, mine: Owned, target: Target) -> Fused:
+    """One shared launch as two, around the peak; ``fused`` itself if none of them is worth that."""
+    nodes, place = fused.program.nodes, {n.name: i for i, n in enumerate(fused.program.nodes)}
+    sets = [[place[name] for name in names] for names in fused.combined]
+    size = {b.name: b.nbytes.hint() for b in fused.program.buffers.values()}
+    if all(sum(size[b] for i in s for b in nodes[i].writes()) < EARLY_BYTES for s in sets):
+        return fused
+    peak, at = Lifetimes(as_kernels(fused.program), mine).highest(range(len(nodes)))
+    at = max([at, *(s[-1] for s in sets if at in s)])
+    before, used = dependencies(fused.program).before, _Used(fused.program, mine)
+    needed = set().union(*before[: at + 1])
+    moved = sum(size[b] for n in nodes for b in {*n.reads(), *n.writes()})
+    for k, s in enumerate(sets):
+        gains = {i: sum(size[b] for b in nodes[i].writes()) for i in s if s[-1] < at and i not in needed}
+        for i in gains:
+            gains[i] -= sum(size[b] for b in nodes[i].reads() if b in used.freed and used.last[b] == i)
+        late = [i for i in s if gains.get(i, 0) > 0]
+        less = sum(gains[i] for i in late)
+        if less >= EARLY_BYTES and LAUNCH[target.is_gpu] / moved <= less / peak:
+            sets[k : k + 1] = [[i for i in s if i not in late], late]
+            order = [*(i for i in range(at + 1) if i not in late), *late, *range(at + 1, len(nodes))]
+            names = (tuple(nodes[i].name for i in s) for s in sets if len(s) > 1)
+            later = fused.regrouped(replace(fused.program, nodes=tuple(nodes[i] for i in order)))
+            return replace(later, combined=tuple(names))
+    return fused
 
 
 def _summed(program: Program) -> set[str]:

@@ -1,6 +1,7 @@
 """plan.peak: kernels that hold much memory at the peak, and save little traffic for it, are formed again as two. All
 sizes are those of a GPU; nothing is run there."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -57,7 +58,7 @@ def test_four_blocks_computed_again_need_no_more_than_one_at_a_time() -> None:
     and its gradient. (TorchInductor 2.13: 28 units.)"""
     before, now = (backward(4, rounds, activation_memory_budget=0.5) for rounds in (0, peak.ROUNDS))
     saved = 4 * 5
-    assert before.memory.peak_bytes > 32 * UNIT and now.memory.peak_bytes < (saved + 4.5) * UNIT
+    assert before.memory.peak_bytes > 29 * UNIT and now.memory.peak_bytes < (saved + 4.5) * UNIT
     assert moved(now) < moved(before) + 2.5 * UNIT  # no norm is kept in float32
     assert len(now.kernels) <= len(before.kernels) + 3
 
@@ -128,12 +129,12 @@ def test_views_of_one_saved_tensor_are_one_storage(monkeypatch: pytest.MonkeyPat
     back = reflib.explain(fn, x, w, dynamic=False).backward
     found = owned(back.stages)
     product = 4 * 64 * 2 * 96
-    assert [size for _, size in found.values()].count(product) == 2
-    assert sum(dict(found.values()).values()) < 2 * product
+    assert [own.bytes for own in found.values()].count(product) == 2
+    assert sum({own.storage: own.bytes for own in found.values()}.values()) < 2 * product
     alive = Lifetimes(back.scheduled, found)
     assert alive.start <= product + 4 * 64 * 96 + x.nbytes  # and the gradient; x transposed
     at_peak = alive.peak(range(alive.n))
-    apart = {name: (name, size) for name, (_, size) in found.items()}
+    apart = {name: own._replace(storage=name) for name, own in found.items()}
     assert Lifetimes(back.scheduled, apart).peak(range(alive.n)) == at_peak + product
 
 
@@ -183,3 +184,31 @@ def test_a_sum_that_forms_the_peak_itself() -> None:
         peaks.append(memory.peak_bytes)
     eager = memory.eager_peak_bytes
     assert eager is not None and peaks[1] < eager < peaks[0]
+
+
+class Upscaler(nn.Module):
+    def __init__(self, width: int, layers: int):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Conv2d(width, width, 3, padding=1) for _ in range(layers)))
+        self.last = nn.Sequential(nn.Conv2d(width, 4 * width, 3, padding=1), nn.PixelShuffle(2), nn.Conv2d(width, 3, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.layers(x).relu())
+
+
+def test_copies_of_weights_wait_behind_the_peak() -> None:
+    """Copies in channels-last order of all weights share a launch, which the last convolution's backward waits for."""
+    rng = random.Random(7)
+    width, layers = 64, rng.randint(16, 20)
+    x = torch.empty(rng.randint(3, 5), width, 96, 96, dtype=torch.bfloat16)
+
+    def backward() -> Any:
+        torch._dynamo.reset()
+        return reflib.explain(Upscaler(width, layers).bfloat16(), x, target="sm_90", dynamic=False).backward
+
+    now = backward()
+    with mock.patch.object(peak, "_launched_later", lambda fused, mine, target: fused):
+        before = backward()
+    assert len(now.kernels) == len(before.kernels) + 1
+    copies = (layers - 1) * width * width * 9 * 2  # (the peak is at most one layer behind the last one)
+    assert now.memory.peak_bytes <= before.memory.peak_bytes - copies

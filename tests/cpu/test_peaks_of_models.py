@@ -78,6 +78,31 @@ class Pixels(nn.Module):
         return (x + self.norm(self.conv(x)).relu()).mean((2, 3))
 
 
+class Audio(nn.Module):
+    """Samples: convolutions over time, whose results are all summed, and a head of more classes than channels."""
+
+    more = 1.01  # for partial sums
+
+    def __init__(self, r: random.Random):
+        super().__init__()
+        self.c, self.images, self.long = 16 * r.randint(3, 5), r.randint(6, 9), 512 * r.randint(7, 10)
+        count = r.randint(8, 10)
+        self.gated = nn.ModuleList(nn.Conv1d(self.c, 2 * self.c, 2, dilation=2**i) for i in range(count))
+        self.skips = nn.ModuleList(nn.Conv1d(self.c, self.c, 1) for _ in range(count))
+        self.head = nn.Conv1d(self.c, 4 * self.c, 1)
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        return (torch.empty(self.images, self.c, self.long),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Any = 0
+        for i, (gated, skip) in enumerate(zip(self.gated, self.skips)):
+            a, b = gated(F.pad(x, (2**i, 0))).chunk(2, 1)
+            y = a.tanh() * b.sigmoid()
+            x, total = x + y, total + skip(y)
+        return self.head((total + x).relu())
+
+
 class Tagger(Mlp):
     """Logits of a vocabulary whose rows are aligned to nothing, and their loss."""
 
@@ -106,7 +131,7 @@ def planned(e: Any) -> int:
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("kind", [Mlp, Residual, Tables, Pixels, Tagger])
+@pytest.mark.parametrize("kind", [Mlp, Residual, Tables, Pixels, Audio, Tagger])
 def test_at_most_eagers(kind: Any, training: bool) -> None:
     torch._dynamo.reset()
     model = kind(random.Random(f"{kind.__name__} {training}")).bfloat16().requires_grad_(training)
