@@ -73,8 +73,7 @@ def nonneg(e: Expr) -> bool:
         return low >= 0
     if all(c > 0 and all(_atom_nonneg(a) for a in m) for m, c in e.terms):
         return True
-    bounded = _pick_bounded(e)
-    if bounded is not None:
+    if (bounded := _pick_bounded(e)) is not None:
         atom, c, upper = bounded
         rest = e - c * expr(atom)
         if nonneg(c):
