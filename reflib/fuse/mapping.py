@@ -51,8 +51,6 @@ def fresh(size: Expr) -> Var:
 def strides_of(index: Expr, axes: Sequence[Axis]) -> tuple[list[Expr], Expr] | None:
     """The coefficient of each axis and what is left; None when ``index`` is not linear in the axes, or uses a value."""
     out = []
-    if len(index.terms) == 1 and len(axes) == 1 and index == expr(axes[0].var):
-        return [ONE], expr(0)
     for a in axes:
         c = index.coefficient(a.var)
         if c is None or c.variables():

@@ -166,8 +166,7 @@ def upper_bound(e: Expr) -> Expr | None:
 
 def max_value(e: Expr) -> int | None:
     """The greatest value as an int (symbols at ``hi``), or None when unbounded."""
-    top = upper_bound(e)
-    if top is None:
+    if (top := upper_bound(e)) is None:
         return None
     total = 0
     for m, c in top.terms:
