@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ import torch
 
 from .errors import OptionError
 from .options import Options
-from .pipeline import Backend, Stages, before_autograd, eager, run, tunings
+from .pipeline import Backend, Stages, before_autograd, eager, run
 from .target import parse_target
 
 if TYPE_CHECKING:
@@ -42,12 +44,14 @@ def compile(
                 "dynamic= has no effect on an ExportedProgram: its dynamic shapes were fixed by torch.export"
             )
         return compile_exported(model, opts)
+    from .background import tunings
     from .fast_path import add_fast_path
 
     begin(opts)
-    backend = Backend(opts)
+    tuned: list[Any] = []
+    backend = Backend(opts, lambda s: tuned.extend(filter(None, [getattr(s.call, "background", None)])))
     compiled = add_fast_path(torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=fullgraph), backend)
-    tunings[compiled] = backend.tunings
+    tunings[compiled] = tuned
     return compiled
 
 
@@ -96,7 +100,29 @@ def begun(
     """``compile``, with what its graph's first call needs started before."""
     if backend.options.target is None:
         begin(backend.options, {t.device.type for t in inputs if isinstance(t, torch.Tensor)})
-    return compile(backend, module, inputs)
+    with _uncollected(backend.options):
+        return compile(backend, module, inputs)
+
+
+def through(advance: Callable[..., Stages], s: Stages, stages: Sequence[str]) -> Stages:
+    """The stages of a graph, backward graphs too, which autograd compiles later. Plugs into ``pipeline.RUN``."""
+    with _uncollected(s.options):
+        return advance(s, stages)
+
+
+@contextmanager
+def _uncollected(options: Options) -> Iterator[None]:
+    """Python collects no cycles meanwhile. Nearly all that a compilation makes lives until its end, and each full
+    collection walks torch's modules as well: a quarter of a second, an eighth of GPT-2's compile time. (Tuning takes
+    longer, and has tensors of its own.)"""
+    pause = options.autotune == "off" and gc.isenabled()
+    if pause:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if pause:
+            gc.enable()
 
 
 def begin(options: Options, devices: Iterable[str] = ()) -> None:

@@ -26,20 +26,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from .autotune.pool import threads
 from .errors import ReflibError
 from .logs import get as logger
-from .pipeline import tunings
 from .timeline import Event
 
 if TYPE_CHECKING:
     from .autotune import Tuner
 
 everything: WeakSet[Background] = WeakSet()
+tunings: WeakKeyDictionary[Any, list[Background]] = WeakKeyDictionary()  # by what ``reflib.compile`` returned
 files: dict[str, Background] = {}  # of packages, by path: the last one written there
 _registering = threading.Lock()
 

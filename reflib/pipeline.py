@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -47,6 +46,8 @@ Chosen = tuple["Program", tuple[Any, ...]]  # a program without choices, and the
 CHOOSE = Seam("pipeline.CHOOSE")
 # Around compiling Dynamo's graphs: (compile, Backend, GraphModule, inputs) -> callable; compile takes the last three.
 COMPILE = Seam("pipeline.COMPILE")
+# Around the stages of a graph: (advance, Stages, names of stages) -> Stages.
+RUN = Seam("pipeline.RUN")
 # Tools that are asked for what to keep of a compilation (``observed.py`` says how). The core has none.
 OBSERVE = Seam("pipeline.OBSERVE")
 # Rewrites of Dynamo's or torch.export's graph, before autograd sees it: (GraphModule, Options) -> GraphModule, the one
@@ -102,7 +103,8 @@ def run(
     s = Stages(graph, options, target_of or targets(options), program)
     wanted = STAGES[program is not None : STAGES.index(until) + 1]
     s.once = options.autotune == "off" and "autotune" in wanted
-    advance(s, [stage for stage in wanted if stage != "wrap" or options.target is None])
+    through = reduce(lambda inner, around: partial(around, inner), RUN.values(), advance)
+    through(s, [stage for stage in wanted if stage != "wrap" or options.target is None])
     if s.swap is not None and s.call is not None:
         s.call = s.swap(s.call)
     return s
@@ -262,17 +264,12 @@ def main_device(program: Program) -> torch.device:
 
 
 # -- entry points -----------------------------------------------------------------------------------
-# What ``compile`` returned -> what tunes its graphs in the background (``background.Background``).
-tunings: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
-
-
 class Backend:
     """A ``torch.compile`` backend with its options. ``on_stages`` is called with every graph's Stages."""
 
     def __init__(self, options: Options, on_stages: Callable[[Stages], Any] = lambda s: None):
         self.options = options
         self.on_stages = on_stages
-        self.tunings: list[Any] = []
 
     def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         compile = reduce(lambda inner, around: partial(around, inner), COMPILE.values(), Backend._module)
@@ -290,8 +287,6 @@ class Backend:
     def _compile(self, graph: Graph, inputs: Sequence[Any]) -> Callable[[list], Any]:
         stages = run(graph, self.options)
         self.on_stages(stages)
-        if (background := getattr(stages.call, "background", None)) is not None:
-            self.tunings.append(background)
         return self.around(stages.call, stages, inputs) if stages.call is not None else eager(graph)
 
     def around(self, call: Callable[..., Any], what: Any, inputs: Sequence[Any]) -> Callable[..., Any]:

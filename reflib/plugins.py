@@ -14,6 +14,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "launches": "capture.triton_there:compiled_with_launches",
         "interpolation": "capture.interpolation:compiled",
     },
+    "pipeline.RUN": {"collector": "api:through"},
     "pipeline.CHOOSE": {
         "choose": "tuning:choose",
         "launches": "tuning:launches",

@@ -346,7 +346,7 @@ def in_background(op: str, last_rank: str = "") -> Any:
     there tuning "fails", is "late", or is "never" ready."""
     import reflib
     from reflib import background
-    from reflib.pipeline import tunings
+    from reflib.background import tunings
 
     candidates = {sum_product: [by_gather, by_reduce], doubled: [by_product]}
     fn, args = (

@@ -26,7 +26,12 @@ def dynamo_graph_to_aten(
     """AOTAutograd over one of Dynamo's graphs. ``compile_graph`` is called once for an inference graph, or for the
     forward graph and, possibly only when it is first needed, for the backward graph; it returns a callable that takes a
     list of inputs. ``rewrite``: of the joint graph, before it is cut into these two."""
-    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo import disable, utils
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    if any(isinstance(x, (list, tuple, dict)) for x in inputs):  # (compiled autograd's)
+        return utils.flatten_graph_inputs(module, inputs, lambda gm, flat: dynamo_graph_to_aten(
+            gm, flat, decompositions, compile_graph, rewrite))  # fmt: skip
     donated: list[int] = []
 
     def compiler(name: str) -> Callable[..., Any]:
@@ -35,16 +40,18 @@ def dynamo_graph_to_aten(
                 merge_repeats(gm)
             fn = compile_graph(Graph(gm, name, *_known(gm, name, donated)), example_inputs)
             fn._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd: takes a list, which it may empty
-            return fn
+            return disable(fn, reason="compiled") if name == "backward" else fn
 
-        return compile_one
+        return disable(compile_one, reason="compiles") if name == "backward" else compile_one  # (autograd calls them)
 
-    backend = aot_autograd(
-        fw_compiler=compiler("forward"), bw_compiler=compiler("backward"), inference_compiler=compiler("inference"),
-        decompositions=decompositions, partition_fn=partitioner(rewrite), keep_inference_input_mutations=True,
-    )  # fmt: skip
+    # (``torch._dynamo.backends.common.aot_autograd`` does the same, and imports TorchInductor: a third of a second)
     with config.patch(functionalize_rng_ops=False):  # (needs CUDA): random ops become functions by REWRITES, or calls
-        return backend(module, inputs)
+        call = aot_module_simplified(
+            module, inputs, fw_compiler=compiler("forward"), bw_compiler=compiler("backward"),
+            inference_compiler=compiler("inference"), decompositions=decompositions,
+            partition_fn=partitioner(rewrite), keep_inference_input_mutations=True,
+        )  # fmt: skip
+    return disable(call, reason="compiled")
 
 
 def partitioner(rewrite: Rewrite) -> Callable[..., Any]:

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from torch.fx._lazy_graph_module import _make_graph_module
 
 
 def copied(module: GraphModule) -> GraphModule:
     """The nodes are new, parameters and fake tensors (``meta``) are shared: ``deepcopy`` would copy those."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # copying PyTorch's LeafSpec warns of its own class
-        out = GraphModule(module, deepcopy(module.graph))
+        out = _make_graph_module(module, deepcopy(module.graph))  # (as Dynamo does: its text is made when it is read)
     for old, new in zip(module.graph.nodes, out.graph.nodes, strict=True):
         new.meta = dict(old.meta)
     return out

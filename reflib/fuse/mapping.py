@@ -51,16 +51,13 @@ def fresh(size: Expr) -> Var:
 def strides_of(index: Expr, axes: Sequence[Axis]) -> tuple[list[Expr], Expr] | None:
     """The coefficient of each axis and what is left; None when ``index`` is not linear in the axes, or uses a value."""
     out = []
-    rest = index
-    if len(index.terms) == 1 and len(axes) == 1 and index == expr(axes[0].var):
-        return [ONE], expr(0)
     for a in axes:
         c = index.coefficient(a.var)
         if c is None or c.variables():
             return None
         out.append(c)
-        if c.terms:
-            rest = rest - c * expr(a.var)
+    own = {a.var for a in axes}
+    rest = Expr(tuple(t for t in index.terms if own.isdisjoint(t[0])))
     if any(isinstance(x, (Var, Ref)) for x in rest.atoms()):
         return None
     return out, rest

@@ -235,8 +235,6 @@ def coordinates(index: Expr, buffer: Buffer) -> list[Expr] | None:
     // and % that ``index`` does not have (under a mask, it may reach beyond a row), or if there are no elements."""
     if any(size == 0 for size in buffer.shape):
         return None
-    divided = divisions(index)
-    out = [expr(0)] * len(buffer.shape)
     dims = [d for d, size in enumerate(buffer.shape) if size != 1]
     dims.sort(key=lambda d: -buffer.strides[d].hint())
     below = expr(1)
@@ -244,11 +242,28 @@ def coordinates(index: Expr, buffer: Buffer) -> list[Expr] | None:
         if not nonneg(buffer.strides[d] - below):
             return None
         below = below + (buffer.shape[d] - 1) * buffer.strides[d]
+    if (plain := _plain(index, buffer, dims)) is not None:
+        return plain
+    out, divided = [expr(0)] * len(buffer.shape), divisions(index)
     for n, d in enumerate(dims):
         quotient = index // buffer.strides[d]
         out[d] = quotient if n == 0 else quotient % buffer.shape[d]
+        if divisions(out[d]) > divided:
+            return None
         index = index % buffer.strides[d]
-    return out if all(divisions(c) <= divided for c in out) else None
+    return out
+
+
+def _plain(index: Expr, buffer: Buffer, dims: list[int]) -> list[Expr] | None:
+    """The coordinates, if ``index`` is a sum of loop variables, each of the size of a dimension, times its stride: most
+    are, and to divide takes long."""
+    out, at = [expr(0)] * len(buffer.shape), {buffer.strides[d]: d for d in dims}
+    for m, c in index.terms:
+        d = at.pop(expr(c), None) if len(m) == 1 and isinstance(m[0], Var) else None
+        if d is None or m[0].size != buffer.shape[d]:  # type: ignore[attr-defined]
+            return None
+        out[d] = expr(m[0])
+    return out
 
 
 def same_layout(a: Buffer, b: Buffer) -> bool:

@@ -125,11 +125,11 @@ def _dimensions(program: Program, d: Dependencies, position: int, node: Node) ->
     dense = b.numel == b.extent and 1 in b.strides
     if b.kind != "temp" or name in d.needed or d.writers[name] != [position] or not dense:
         return None
-    readers = [program.nodes[i] for i in d.readers.get(name, ())]
-    used = [s.index for n in readers if isinstance(n, LoopNest) for s in n.loads() if s.buffer == name]
-    if not all(isinstance(n, LoopNest) for n in readers) or any(coordinates(i, b) is None for i in used):
+    readers, dims = [program.nodes[i] for i in d.readers.get(name, ())], whole_dimensions(b, node, store)
+    if dims is None or not all(isinstance(n, LoopNest) for n in readers):
         return None
-    return whole_dimensions(b, node, store)
+    used = {s.index for n in readers if isinstance(n, LoopNest) for s in n.loads() if s.buffer == name}
+    return None if any(coordinates(i, b) is None for i in used) else dims
 
 
 def _ordered(program: Program, d: Dependencies, position: int, node: LoopNest) -> View | None:

@@ -33,12 +33,10 @@ def remembered(unknown: Callable[..., Result]) -> Callable[[Callable[..., Result
     can be proved."""
 
     def decorate(fn: Callable[..., Result]) -> Callable[..., Result]:
-        name = fn.__name__
-
         @wraps(fn)
         def call(*args: Expr) -> Result:
             r = _remembered
-            key = (name, *(e.terms for e in args))
+            key = (fn, *(e.terms for e in args))
             if key in r.results:
                 return r.results[key]  # type: ignore[no-any-return]
             result = unknown(*args)
@@ -62,6 +60,8 @@ def remembered(unknown: Callable[..., Result]) -> Callable[[Callable[..., Result
 @remembered(lambda *_: False)
 def in_range(e: Expr, size: Expr) -> bool:
     """Can ``0 <= e < size`` be proved?"""
+    if (low := _least(e)) is not None and (n := size.constant) is not None:
+        return low >= 0 and _least(e, -1) > -n  # type: ignore[operator]
     return nonneg(e) and nonneg(size - 1 - e)
 
 
@@ -69,12 +69,11 @@ def in_range(e: Expr, size: Expr) -> bool:
 def nonneg(e: Expr) -> bool:
     """Can ``e >= 0`` be proved? Bounded atoms are replaced, one by one, by the end of their range that makes ``e``
     least; size symbols by ``lo + t``; then no coefficient may be negative."""
-    if e.constant is not None:
-        return e.constant >= 0
+    if (low := _least(e)) is not None:
+        return low >= 0
     if all(c > 0 and all(_atom_nonneg(a) for a in m) for m, c in e.terms):
         return True
-    bounded = _pick_bounded(e)
-    if bounded is not None:
+    if (bounded := _pick_bounded(e)) is not None:
         atom, c, upper = bounded
         rest = e - c * expr(atom)
         if nonneg(c):
@@ -87,6 +86,17 @@ def nonneg(e: Expr) -> bool:
         return False
     shifted = e.subs({s: expr(Sym(s.name + "'")) + s.lo for s in e.symbols() if s.lo})
     return all(c >= 0 for _, c in shifted.terms)
+
+
+def _least(e: Expr, sign: int = 1) -> int | None:
+    """The least value of ``sign * e``, if it is a sum of numbers times loop variables of known sizes."""
+    least = 0
+    for m, c in e.terms:
+        size = (m[0].size.constant if len(m) == 1 and isinstance(m[0], (Var, Ref)) else None) if m else 2
+        if size is None:
+            return None
+        least += sign * c if not m else min(0, sign * c) * (size - 1)
+    return least
 
 
 def _nonneg_choice(e: Expr, a: BinOp) -> bool:
@@ -156,8 +166,7 @@ def upper_bound(e: Expr) -> Expr | None:
 
 def max_value(e: Expr) -> int | None:
     """The greatest value as an int (symbols at ``hi``), or None when unbounded."""
-    top = upper_bound(e)
-    if top is None:
+    if (top := upper_bound(e)) is None:
         return None
     total = 0
     for m, c in top.terms:

@@ -110,8 +110,7 @@ def floordiv(n: Expr, d: Expr) -> Expr:
     g = _common_factor(rest, d)
     if g != 1:
         return q + floordiv(divide_exact(rest, g), divide_exact(d, g))  # type: ignore[arg-type]
-    small = _drop_small(rest, d)
-    if small is not None:
+    if (small := _drop_small(rest, d)) is not None:
         a, _, g = small
         return q + floordiv(a, divide_exact(d, g))  # type: ignore[arg-type]
     inner = rest.atom
@@ -132,8 +131,7 @@ def mod(n: Expr, d: Expr) -> Expr:
     inner = rest.atom
     if isinstance(inner, BinOp) and inner.fn == "%" and divide_exact(inner.b, d) is not None:
         return mod(inner.a, d)
-    small = _drop_small(rest, d)
-    if small is not None:
+    if (small := _drop_small(rest, d)) is not None:
         a, b, g = small
         return g * mod(a, divide_exact(d, g)) + b  # type: ignore[arg-type]
     g = _common_factor(rest, d)

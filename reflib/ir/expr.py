@@ -219,7 +219,7 @@ class Expr:
         if not self.has(atom):
             return out
         for m, c in self.terms:
-            n = sum(a == atom for a in m)
+            n = m.count(atom)
             if any(isinstance(a, BinOp) and (a.a.has(atom) or a.b.has(atom)) for a in m) or n > 1:
                 return None
             if n:
@@ -275,9 +275,6 @@ class Expr:
         return int(self.evaluate(env))
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         return format_expr(self)
 
     def __int__(self) -> int:
@@ -358,11 +355,8 @@ def format_expr(e: Expr, atom: Callable[[Atom], str] | None = None) -> str:
     # Variables first, the constant last, as in a formula written by hand.
     parts: list[str] = []
     for m, c in sorted(e.terms, key=lambda t: (not t[0],)):
-        factors = [atom(a) for a in m]
-        if not factors:
-            text = str(abs(c))
-        else:
-            text = "*".join(factors) if abs(c) == 1 else f"{abs(c)}*" + "*".join(factors)
+        number = [str(abs(c))] if abs(c) != 1 or not m else []
+        text = "*".join([*number, *map(atom, m)])
         sign = "-" if c < 0 else "+"
         parts.append((f" {sign} " if parts else ("-" if c < 0 else "")) + text)
     return "".join(parts)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from math import prod
 
 from .expr import BinOp, Expr, Ref, Sym, Var, expr
-from .loops import Axis, Load, Stmt, Store, stmt_args, stmt_exprs
+from .loops import Axis, Indirect, Load, Stmt, Store, stmt_args, stmt_exprs
 from .program import Buffer
 
 SECTOR = 32  # bytes
@@ -97,13 +97,16 @@ def accesses(
     """The loads and stores of ``body`` (``only``: of those statements), each element of a buffer once."""
     made_of: list[frozenset[Expr]] = []  # per statement: the index expressions behind its value
     out: dict[tuple[type, str, Expr], Access] = {}
+    gathers = any(isinstance(s, Indirect) for s in body)  # else nothing asks for these
     for i, s in enumerate(body):
         if isinstance(s, (Load, Store)) and (only is None or i in only):
             loaded = frozenset().union(*(made_of[a.id] for a in s.index.atoms() if isinstance(a, Ref)))
             b = buffers[s.buffer]
             kept = bool(loaded) and isinstance(s, Load) and b.nbytes.hint() <= L2
             out[type(s), s.buffer, s.index] = Access(s.index, b.dtype.itemsize, isinstance(s, Store), loaded, kept)
-        made_of.append(frozenset(e for e in stmt_exprs(s) if e.variables()).union(*(made_of[a] for a in stmt_args(s))))
+        if gathers:
+            own = frozenset(e for e in stmt_exprs(s) if e.variables())
+            made_of.append(own.union(*(made_of[a] for a in stmt_args(s))))
     return list(out.values())
 
 

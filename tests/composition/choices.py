@@ -10,10 +10,9 @@ import torch
 from torch._higher_order_ops import scan, while_loop
 
 import reflib
-from reflib.background import Background
+from reflib.background import Background, tunings
 from reflib.ir.program import Variants, kernel_variants
 from reflib.lab import told_times
-from reflib.pipeline import tunings
 from tests.checking import check
 from tests.composition.ops import SHIMS, product_in_c
 from tests.composition.packaged import Packaged

@@ -14,7 +14,7 @@ from test_tuner import OPS, ops  # noqa: F401
 
 import reflib
 from reflib.autotune.store import store
-from reflib.pipeline import tunings
+from reflib.background import tunings
 from tests.forking import printed
 from tests.processes import python, soon
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import reflib
 from reflib.autotune.known import decided
 from reflib.autotune.store import store
-from reflib.pipeline import tunings
+from reflib.background import tunings
 from tests.checking import check
 
 Tensor = torch.Tensor

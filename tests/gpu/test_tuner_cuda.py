@@ -8,7 +8,7 @@ import torch
 from loading import load_file
 
 import reflib
-from reflib.pipeline import tunings
+from reflib.background import tunings
 
 OPS = Path(__file__).parent.parent / "tuning_ops_cuda.py"
 Tensor = torch.Tensor
