@@ -21,6 +21,7 @@ from .rules import Unsupported, rule
 # Beyond this many, one compare per input and element costs more than a call of ATen's cat.
 MAX_CAT_INPUTS = 16
 RUN = 64  # bytes: of shorter rows, a store of their own touches as much as a copy would
+MANY, LENGTHS = 64, 4  # inputs that a GPU's kernels are cut by (``fuse.pieces``), and different lengths of them
 
 
 def axis(dim: int, n: int) -> int:
@@ -79,9 +80,17 @@ def cat(cx: LoweringContext, tensors: Sequence[View], dim: int = 0) -> View:
     # an empty 1-d tensor may stand among tensors of any shape
     parts = [t for t in tensors if len(t.shape) == n and t.shape[axis(dim, n)] != 0]
     compute = value_dtype(check_dtype(cx.dtype))
-    if len(parts) > MAX_CAT_INPUTS:
+    if len(parts) > MAX_CAT_INPUTS and not _cut(cx, parts, axis(dim, n)):
         return _stored_each(cx, parts, axis(dim, n), compute)
     return nest(cx, lambda k: _joined(k, parts, axis(dim, n), compute))
+
+
+def _cut(cx: LoweringContext, parts: Sequence[View], d: int) -> bool:
+    """Is a kernel that joins many parts cut where they meet, so that each is read as it is?"""
+    row = cx.out().strides[d] * cx.dtype.itemsize
+    runs = {(t.shape[d] * row).constant or 0 for t in parts}
+    few = len(parts) <= MANY and len(runs) <= LENGTHS
+    return cx.on_gpu and few and all(n >= RUN and n % 16 == 0 for n in runs)
 
 
 def _stored_each(cx: LoweringContext, parts: Sequence[View], d: int, compute: torch.dtype) -> View:
