@@ -28,10 +28,12 @@ from ..ir.program import Buffer, Node, Program
 from ..ir.transforms import merge_axes, rename_axes, substitute
 from ..options import Options
 from ..target import Target
+from .combine import MAX_POINTS
 from .decided import decided, held, integer
+from .legality import Cluster, FusionContext
 from .mapping import fresh
 from .places import LAUNCH
-from .result import Fused, Group
+from .result import Fused, Group, Reason
 from .shared_parts import RUN
 
 MOST = 16  # pieces that are looked at
@@ -46,7 +48,7 @@ def pieces(fused: Fused, options: Options, target: Target) -> Fused:
         return fused
     nodes, groups = list[Node](), list[Group]()
     for n, g in zip(fused.program.nodes, fused.groups, strict=True):
-        found = _cut(n, fused.program) if isinstance(n, LoopNest) else []
+        found = _cut(n, fused.program, options.combine_kernels) if isinstance(n, LoopNest) else []
         nodes += found or [n]
         groups += [replace(g, name=p.name, members=g.members if p is found[0] else (p.name,)) for p in found] or [g]
     if all(a is b for a, b in zip(nodes, fused.program.nodes)):
@@ -54,8 +56,19 @@ def pieces(fused: Fused, options: Options, target: Target) -> Fused:
     return replace(fused, program=replace(fused.program, nodes=tuple(nodes)), groups=tuple(groups))
 
 
-def _cut(loops: LoopNest, program: Program) -> list[LoopNest]:
-    """``loops`` in pieces along one of its axes; none where that does not pay."""
+def ways_rule(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
+    """A reduction is not cut. So what is chosen from many tensors is stored by a kernel that is, for it to read."""
+    if not c.target.is_gpu or a.reduces == b.reduces:
+        return None
+    for _, loops, _ in (b if a.reduces else a).parts:
+        if len({s.buffer for s in loops.loads() if s.mask is not None}) > MOST:
+            return Reason("ways", f"more than {MOST} tensors, from which each element that is reduced is chosen")
+    return None
+
+
+def _cut(loops: LoopNest, program: Program, combine: bool) -> list[LoopNest]:
+    """``loops`` in pieces along one of its axes; none where that does not pay. ``combine``: small kernels share a
+    launch."""
     again, whole = {*loops.reads()} & {*loops.writes()}, _time(loops, program.buffers)
     if again or any(isinstance(s, (Reduce, Scan)) for s in loops.body) or any(s.reduce for s in loops.stores()):
         return []
@@ -65,7 +78,9 @@ def _cut(loops: LoopNest, program: Program) -> list[LoopNest]:
     for a in loops.axes:
         for cut, least in ((_alike, whole // 4), (_joined, 0)):
             found = cut(loops, a, program.buffers)
-            less = whole - sum(_time(p, program.buffers) + LAUNCH[True] for p in found) + LAUNCH[True]
+            one = combine and cut is _alike and all(p.numel.hint() <= MAX_POINTS for p in found)
+            more = 0 if one else LAUNCH[True] * (len(found) - 1)
+            less = whole - sum(_time(p, program.buffers) for p in found) - more
             if found and less > max(least, saved):
                 best, saved = found, less
                 break
