@@ -13,6 +13,18 @@ it goes. A kernel takes as long as its instructions or its bytes, whichever is m
 piece is a launch more (small ones share it: ``combine``): neighbouring pieces that cost less together stay one. A run
 of stored elements is whole lines, and begins at a multiple of 16 bytes, in each piece.
 
+Pieces of one length are one kernel, which reads a part for each of its stores. So layers that read all that the layers
+before them made (DenseNet: 25 tensors, 256 channels and 24 times 32) make no tensor of it, and choose nothing::
+
+    for c < 1024: y[c] = f(a[c] if c < 256 else b[c - 256] if c < 288 ..)   for c < 32: y[c] = f(a[c])
+                                                                              y[c + 32] = f(a[c + 32])   ..
+                                                                              y[c + 256] = f(b[c])   ..
+
+All is read before anything is stored: of one element, a thread has up to 32 loads under way. A run of these is whole
+sectors. What reduces so many tensors' elements is not cut, and reads what such a kernel stores (``ways_rule``).
+
+NB: TorchInductor makes slices of the whole of more than a few parts (``ConcatKernel``): each is copied there.
+
 What parts have in common is read once by kernels that store several (``shared_parts``, ``halves``), which come first.
 """
 
@@ -23,7 +35,7 @@ from math import gcd
 
 from ..ir.expr import Atom, IntLike, expr
 from ..ir.instructions import LOAD, PER_BYTE, weight, work_of
-from ..ir.loops import Axis, BodyBuilder, LoopNest, Op, Reduce, Scan, Store, map_stmt
+from ..ir.loops import Axis, BodyBuilder, Indirect, Load, LoopNest, Op, Reduce, Scan, Store, map_stmt
 from ..ir.program import Buffer, Node, Program
 from ..ir.transforms import merge_axes, rename_axes, substitute
 from ..options import Options
@@ -37,7 +49,7 @@ from .result import Fused, Group, Reason
 from .shared_parts import RUN
 
 MOST = 16  # pieces that are looked at
-STORES, READ, FEW = 32, 2, 4  # of a kernel that stores several pieces; elements that it reads for each; per part
+STORES, READ, FEW = 32, 2, 4  # of a kernel that stores several pieces; elements read for each; pieces per part
 PIECE, SECTORS = 16, 64  # bytes
 SKIPPED = 2  # instructions of a load whose mask holds nowhere in a warp
 
@@ -90,19 +102,19 @@ def _cut(loops: LoopNest, program: Program, combine: bool) -> list[LoopNest]:
 
 def _alike(loops: LoopNest, a: Axis, buffers: dict[str, Buffer]) -> list[LoopNest]:
     """A kernel per length of the pieces, that stores all of one length; one kernel, where a few shorter pieces of one
-    length make up all of them. None where no two have one length, or where they read several tensors each."""
-    ends, most = _ends(loops, a, buffers, SECTORS), STORES // len(loops.stores())
+    length make up all of them. None where no two have one length, or places are computed."""
+    ends, stores = _ends(loops, a, buffers, SECTORS), len(loops.stores())
     unit = gcd(*ends)
-    if len(ends) > 2 and ends[-1] <= min(most, FEW * (len(ends) - 1)) * unit:
+    if len(ends) > 2 and ends[-1] <= min(STORES // stores, FEW * (len(ends) - 1)) * unit:
         ends = [*range(0, ends[-1] + 1, unit)]
     lengths = [high - low for low, high in pairwise(ends)]
-    if len({*lengths}) == len(lengths):
+    if len({*lengths}) == len(lengths) or any(isinstance(s, Indirect) for s in loops.body):
         return []
     alike: dict[int, list[LoopNest]] = {}
     for n, p in zip(lengths, _each(loops, a, ends), strict=True):
         alike.setdefault(n, []).append(p)
-        if sum(weight(s) == LOAD for s in p.loads()) > READ:
-            return []
+    read = max(sum(weight(s) == LOAD for s in p.loads()) for ps in alike.values() for p in ps)
+    most = max(1, STORES // max(stores, read // READ))
     return [_beside(ps[i : i + most]) for ps in alike.values() for i in range(0, len(ps), most)]
 
 
@@ -207,6 +219,6 @@ def _time(loops: LoopNest, buffers: dict[str, Buffer]) -> int:
 
 def _moved(loops: LoopNest, buffers: dict[str, Buffer]) -> int:
     """Bytes that it moves."""
-    points, used = loops.numel.hint(), {(s.buffer, s.index) for s in (*loops.loads(), *loops.stores())}
-    each = ((buffers[b], n) for b, n in Counter(b for b, _ in used).items())
-    return sum(min(b.nbytes.hint(), n * points * b.dtype.itemsize) for b, n in each)
+    points, used = loops.numel.hint(), list[Load | Store]([*loops.loads(), *loops.stores()])
+    each = Counter(b for b, _ in {(s.buffer, s.index) for s in used})
+    return sum(min(buffers[b].nbytes.hint(), n * points * buffers[b].dtype.itemsize) for b, n in each.items())
