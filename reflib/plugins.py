@@ -140,6 +140,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "template": "fuse.templates:template_rule",
         "mix_order": "fuse.mix_order:sums_rule",
         "scatters": "fuse.scatters:scatter_rule",
+        "ways": "fuse.pieces:ways_rule",
     },
     "fuse.APART": {"apart": "fuse.places:apart"},
     "fuse.EMIT": {"template": "fuse.templates:emit_template"},

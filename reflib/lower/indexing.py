@@ -20,7 +20,8 @@ from .rules import Unsupported, rule
 
 # Beyond this many, one compare per input and element costs more than a call of ATen's cat.
 MAX_CAT_INPUTS = 16
-RUN = 64  # bytes: of shorter rows, a store of their own touches as much as a copy would
+MANY, LENGTHS = 64, 4  # ... unless a GPU's kernel is cut where they meet (``fuse.pieces``); different lengths of those
+RUN, PIECE = 64, 16  # bytes: of shorter rows, a store of their own touches as much as a copy would; multiples of these
 
 
 def axis(dim: int, n: int) -> int:
@@ -79,27 +80,45 @@ def cat(cx: LoweringContext, tensors: Sequence[View], dim: int = 0) -> View:
     # an empty 1-d tensor may stand among tensors of any shape
     parts = [t for t in tensors if len(t.shape) == n and t.shape[axis(dim, n)] != 0]
     compute = value_dtype(check_dtype(cx.dtype))
+    d = axis(dim, n)
     if len(parts) > MAX_CAT_INPUTS:
-        return _stored_each(cx, parts, axis(dim, n), compute)
-    return nest(cx, lambda k: _joined(k, parts, axis(dim, n), compute))
+        if (runs := _runs(cx, parts, d)) is not None:
+            return _stored_each(cx, parts, d, runs, compute)
+        if not _cut(cx, parts, d):
+            raise Unsupported(f"{len(parts)} tensors")
+    return nest(cx, lambda k: _joined(k, parts, d, compute))
 
 
-def _stored_each(cx: LoweringContext, parts: Sequence[View], d: int, compute: torch.dtype) -> View:
-    """Parts that are stored in their places, fused with what computes them (embeddings of many columns, side by side):
-    up to ``MAX_CAT_INPUTS`` that follow each other by one loop nest, if they have one shape and none is reduced. Not
-    where less is computed than copied, which a call does for all at once, nor of rows too short to be stored apart, nor
-    by more launches than the copy takes: small kernels share one launch, unless they write to one tensor."""
+def _cut(cx: LoweringContext, parts: Sequence[View], d: int) -> bool:
+    """Will a kernel that joins many parts be cut where they meet, so that each is read as it is?"""
+    row = cx.low.symbols.exprs(cx.fakes[0].stride())[d] * cx.dtype.itemsize
+    lengths = {(t.shape[d] * row).constant or 0 for t in parts}
+    few = len(parts) <= MANY and len(lengths) <= LENGTHS
+    return cx.on_gpu and few and all(n >= RUN and n % PIECE == 0 for n in lengths)
+
+
+def _runs(cx: LoweringContext, parts: Sequence[View], d: int) -> list[list[int]] | None:
+    """Parts, by number, that are stored in their places, fused with what computes them (embeddings of many columns,
+    side by side): up to ``MAX_CAT_INPUTS`` that follow each other by one loop nest, if they have one shape and none is
+    reduced. None where less is computed than copied, which one kernel or call does for all at once, of rows too short
+    to be stored apart, or for more launches than the copy takes: small kernels share one, unless they write to one
+    tensor."""
     row = prod(cx.shape[d + 1 :], start=expr(1)) * cx.dtype.itemsize
     loops = [node for node in cx.low.nodes if isinstance(node, LoopNest)]
     computed, reduced = ({b for n in found for b in n.writes()} for found in (loops, [n for n in loops if n.reduced]))
     sizes = [(t.shape[d].hint(), t.buffer in computed) for t in parts]
     if sum(n if own else -n for n, own in sizes) < 0 or min(sizes)[0] * row.hint() < RUN:
-        raise Unsupported(f"{len(parts)} tensors")
+        return None
     alike = groupby(range(len(parts)), lambda i: i if parts[i].buffer in reduced else parts[i].shape)
     found = [list(same) for _, same in alike]
     runs = [same[n : n + MAX_CAT_INPUTS] for same in found for n in range(0, len(same), MAX_CAT_INPUTS)]
-    if cx.on_gpu and 2 * (prod(cx.shape[:d], start=row) * cx.shape[d]).hint() < LAUNCH * (len(runs) - 2):
-        raise Unsupported(f"{len(parts)} small tensors")
+    small = 2 * (prod(cx.shape[:d], start=row) * cx.shape[d]).hint() < LAUNCH * (len(runs) - 2)
+    return None if cx.on_gpu and small else runs
+
+
+def _stored_each(
+    cx: LoweringContext, parts: Sequence[View], d: int, runs: list[list[int]], compute: torch.dtype
+) -> View:  # fmt: skip
     whole = cx.out()
     starts = [*accumulate((t.shape[d] for t in parts), initial=expr(0))]
     step, at = whole.strides[d], whole.offset

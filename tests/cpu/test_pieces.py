@@ -26,10 +26,11 @@ def agrees(fn: Callable[..., Tensor], *args: Tensor) -> int:
     """Kernels for a GPU, interpreted, give what ``fn`` does; returns how many pieces there are."""
     (stages,) = reflib.explain(fn, *args, target="sm_90").graphs
     inputs = [n.meta["val"] for n in stages.graph.module.graph.nodes if n.op == "placeholder"]
-    given = [torch.randn(v.shape) for v in inputs]
+    given = [torch.empty_strided(v.shape, v.stride()).normal_() for v in inputs]
     got = interpret(_retarget(stages.scheduled, parse_target("cpu")), [a.clone() for a in given])
     torch.testing.assert_close(got[0], stages.graph.module(*given)[0], rtol=1e-5, atol=1e-5)
-    return sum("_piece" in n.name for n in stages.fused.program.nodes)
+    loops = [n for n in stages.fused.program.nodes if isinstance(n, LoopNest)]
+    return max(sum("_piece" in n.name for n in loops), *(len(n.stores()) for n in loops))
 
 
 PARTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -47,6 +48,7 @@ def test_parts_of_any_kind(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Joined, padded, or chosen by position, along any dimension, and used by more than one result's elements."""
     monkeypatch.setattr(pieces, "LAUNCH", (0, 0))
     monkeypatch.setattr(pieces, "RUN", 0)
+    monkeypatch.setattr(pieces, "SECTORS", 64 * (seed % 2))
     rng = random.Random(seed)
     dim, size = rng.randrange(1, 4), [2, 4, rng.randint(2, 5), 2 * rng.randint(2, 5)]
     kinds = rng.choices(list(PARTS), k=rng.randint(2, 5))
@@ -116,7 +118,47 @@ def test_rows_are_rotated_in_part() -> None:
         return torch.cat([a * cos + torch.stack([-a[..., 1::2], a[..., ::2]], -1).flatten(-2) * sin, rest], -1)
 
     rows = [torch.empty(s, dtype=torch.bfloat16) for s in ((8, 16, 2048, 128), (2048, 64), (2048, 64))]
-    assert sorted(len(n.loads()) for n in kernels(fn, *rows)) == [1, 5]
+    (both,) = kernels(fn, *rows)
+    assert len(both.loads()) == 6 and len(both.stores()) == 2
+
+
+def grown(first: int, more: int, steps: int, like: torch.memory_format) -> list[Tensor]:
+    """Images of a block in which each layer reads what all before it have made."""
+    sizes = [first, *[more] * steps]
+    return [torch.randn(2, c, 3, 2).to(memory_format=like) for c in sizes]
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("seed", range(8))
+def test_parts_of_one_length_are_stored_by_one_kernel(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part is read once, as it is, whatever the first one's length; also more than ATen's call would be made for.
+    What reduces the whole reads it from memory."""
+    monkeypatch.setattr(pieces, "LAUNCH", (0, 0))
+    rng = random.Random(seed)
+    first, more, steps = 16 * rng.randint(1, 5), rng.choice([16, 32, 48]), rng.randint(17, 40)
+    torch.manual_seed(seed)
+    args = grown(first, more, steps, rng.choice([torch.channels_last, torch.contiguous_format]))
+    scale = torch.randn(first + more * steps, 1, 1)
+
+    def fn(scale: Tensor, *parts: Tensor) -> Tensor:
+        y = torch.cat(parts, 1)
+        return (y * scale if seed % 3 else (y - y.mean((0, 2, 3), True)) * scale).relu()
+
+    assert agrees(fn, scale, *args) > 1
+    (stages,) = reflib.explain(fn, scale, *args, target="sm_90").graphs
+    assert all(isinstance(n, LoopNest) for n in stages.fused.program.nodes)
+    found = [n for n in stages.fused.program.nodes if isinstance(n, LoopNest)]
+    read = [b for n in found for b in n.reads() if stages.fused.program.buffers[b].kind == "input"]
+    assert not any(s.mask is not None for n in found for s in n.loads())
+    assert len(read) <= len(args) + len(found)
+
+
+def test_what_cannot_be_cut_is_a_call() -> None:
+    """Runs that are not whole sectors, and parts of many lengths, where each element would be chosen from all."""
+    assert len(kernels(lambda *x: torch.cat(x, 1), *[torch.empty(64, 12, 4, 4) for _ in range(20)])) == 1
+    for lengths in ([12] * 20, [16 + 16 * k for k in range(20)]):
+        parts = [torch.empty(64, n, dtype=torch.bfloat16) for n in lengths]
+        assert not kernels(lambda *x: torch.cat(x, 1), *parts)
 
 
 @pytest.mark.sample(2)
