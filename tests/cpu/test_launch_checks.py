@@ -14,8 +14,10 @@ import triton.language as tl  # noqa: E402
 
 import reflib  # noqa: E402
 from reflib import explain  # noqa: E402
-from reflib.errors import CaptureError  # noqa: E402
+from reflib.capture.triton_there import triton_of_gpu  # noqa: E402
+from reflib.errors import CaptureError, ToolchainError  # noqa: E402
 from tests import user_kernels  # noqa: E402
+from tests.exporting import Alone  # noqa: E402
 
 Tensor = torch.Tensor
 
@@ -149,3 +151,30 @@ def test_settings_and_values_of_heuristics_are_no_arguments() -> None:
                of(both, 8, BLOCK=32), of(below, 8), of(plain, n=8, BLOCK=32)):  # fmt: skip
         torch._dynamo.reset()
         assert any(k.name.endswith("plain") for k in explain(fn, torch.randn(8), target="sm_90").kernels)
+
+
+# -- kernels that Triton refuses, where nothing is compiled -----------------------------------------------
+@triton.jit
+def misspelt(x, out):
+    tl.store(out, tl.lod(x))
+
+
+@triton.jit
+def uneven(x, out, N: tl.constexpr = 100):
+    tl.store(out + tl.arange(0, N), 1.0)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "gfx942"])
+@pytest.mark.parametrize("kernel, why", [(misspelt, "no attribute 'lod'"), (uneven, "range must be a power of 2")])
+def test_explain_shows_no_kernel_that_triton_refuses(kernel: Any, why: str, target: str) -> None:
+    name = kernel.fn.__name__
+    says = rf"(?s)refused kernel \w+_{name} for {target} \({name} at test_launch_checks.py:\d+ in fn: kernel.*{why}"
+    for fn in (of(kernel), lambda x: torch.cond(x.sum() > 4, of(kernel), lambda x: x + 1, (x,))):
+        torch._dynamo.reset()
+        with pytest.raises(ToolchainError, match=says):
+            explain(fn, torch.randn(8), target=target)
+    if target == "sm_80":
+        with triton_of_gpu():
+            exported = torch.export.export(Alone(of(kernel)), (torch.randn(8),), strict=True)
+        with pytest.raises(ToolchainError, match=says):
+            explain(exported, target=target)
