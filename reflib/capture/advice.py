@@ -48,7 +48,8 @@ _ADVICE = (
     (
         ("dynamic_shapes", "onstraint", "specialized", "marked", "different definitions", "Dim"),
         "Change dynamic_shapes: a tuple like args, or a dict by the arguments' names; for each tensor None or "
-        "{dimension: Dim.AUTO, or a Dim that equal sizes share}, for an int None or Dim.AUTO, for anything else None",
+        "{dimension: Dim.AUTO, or a Dim that equal sizes share}, for an int None or Dim.AUTO, for anything else None. "
+        "(PyTorch captures associative_scan for one length, but with combine_mode='pointwise' on a GPU; scan has any)",
     ),
 )
 _OTHERWISE = (

@@ -7,13 +7,15 @@ configuration, as PyTorch does it with ``num_warps``. Defaults are given, as Tri
 """
 
 import copy
+import functools
+import importlib
 import linecache
 import os
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from ..errors import CaptureError
@@ -40,6 +42,8 @@ def taken(call: Callable[..., Any]) -> Callable[..., Any]:
         from triton.runtime import Autotuner, JITFunction
 
         kernel, kwargs = variable.kernel, dict(kwargs)
+        if not (again := getattr(_here, "again", False)):
+            _check_names(kernel, args, kwargs, tx)
         if "num_ctas" in kwargs:
             kernel = _in_clusters(kernel, self.get_value(kwargs.pop("num_ctas")))
         tuned = isinstance(kernel, Autotuner)
@@ -60,7 +64,11 @@ def taken(call: Callable[..., Any]) -> Callable[..., Any]:
                 kwargs = {n: v for n, v in given.items() if n not in texts} | parts.values
         if kernel is not variable.kernel:
             variable = type(variable)(kernel=kernel, kernel_idx=None, grid=variable.grid)
-        return call(self, variable, args, kwargs, tx)
+        _here.again = True  # PyTorch takes off a decorator, and calls this with what is in it
+        try:
+            return call(self, variable, args, kwargs, tx)
+        finally:
+            _here.again = again
 
     return launched
 
@@ -75,8 +83,48 @@ def _check(function: Any, given: dict[str, Any]) -> None:
             )
 
 
-def users_line() -> str:
-    """`` (FILE:LINE)`` of the user's call that led here, "" if it is not known."""
+def _check_names(kernel: Any, args: Any, kwargs: dict[str, Any], tx: Any) -> None:
+    """Raises CaptureError for what Triton would refuse at the call, and PyTorch captures all the same: too many
+    arguments, one that is given twice, one that the kernel does not have, or one that is missing."""
+    tuned, given = set[str](), set[str]()
+    while hasattr(kernel, "fn") and hasattr(kernel.fn, "fn"):  # decorators
+        tuned |= {n for c in getattr(kernel, "configs", ()) for n in c.kwargs}
+        given |= {*getattr(kernel, "values", ())}
+        kernel = kernel.fn
+    if not hasattr(kernel, "params"):
+        return
+    names, first = list(kernel.arg_names), {*kernel.arg_names[: len(args)]}
+    given |= {*kwargs, *first, *tuned, *(p.name for p in kernel.params if p.has_default)}
+    named = f"the Triton kernel {kernel.__name__}{users_line(tx)}"
+    if len(args) > len(names):
+        raise CaptureError(f"{named} takes {len(names)} arguments ({', '.join(names)}), and is given {len(args)}")
+    if twice := sorted(first & {*kwargs, *tuned} | tuned & {*kwargs}):
+        how = "a configuration of @triton.autotune has it too" if twice[0] in tuned else "by its place and by its name"
+        raise CaptureError(f"{named} is given {twice[0]} twice: {how}")
+    if unknown := sorted({*kwargs}.difference(names, _settings())):
+        raise CaptureError(f"{named} has no argument {unknown[0]}; its arguments are {', '.join(names)}")
+    if missing := [n for n in names if n not in given]:
+        raise CaptureError(f"{named} is not given {', '.join(missing)}")
+
+
+@functools.cache
+def _settings() -> frozenset[str]:
+    """What a launch may be given beside the kernel's arguments, on any GPU."""
+    from triton import Config
+    from triton.backends import backends
+
+    found = {"warmup", "grid", "ir_override", *Config({}).all_kwargs()}
+    for name in backends:
+        module = importlib.import_module(f"triton.backends.{name}.compiler")
+        options = [x for n, x in vars(module).items() if n.endswith("Options") and is_dataclass(x)]
+        found.update(f.name for x in options for f in fields(x))
+    return frozenset(found)
+
+
+def users_line(tx: Any = None) -> str:
+    """`` (FILE:LINE)`` of the user's call that led here, "" if it is not known. tx: what Dynamo runs it by."""
+    if tx is not None:
+        return f" ({os.path.basename(tx.f_code.co_filename)}:{tx.lineno})"
     frames = [frame for frame, _ in traceback.walk_stack(None)]
     users = [f for f in frames if not f.f_globals.get("__name__", "").startswith(("triton.", "torch.", "reflib."))]
     users = [f for f in users if os.path.isfile(f.f_code.co_filename)]  # (there is code that PyTorch generates)

@@ -48,6 +48,7 @@ def straight(call: Callable[..., Any], what: Any, inputs: Sequence[Any], options
         finally:
             enable(True)
 
+    run.boxed = compiled  # type: ignore[attr-defined]
     return run
 
 

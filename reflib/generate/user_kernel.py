@@ -7,13 +7,13 @@ is appended to its stores.)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from ..ir.division import floordiv, minimum
 from ..ir.expr import Expr, Var, expr, nonneg, product
-from ..ir.program import Buffer, Extern, KernelNode, View, symbols_in
+from ..ir.program import Buffer, Extern, KernelNode, Program, View, kernel_variants, symbols_in
 from ..ir.user_kernel import UserKernel
 from ..schedule.axes import Space
 from ..target import Target
@@ -60,6 +60,18 @@ def refused(x: Extern, buffers: dict[str, Buffer], target: Target) -> str:
     except Exception as e:  # of any kind
         return f"{type(e).__name__}: {e}"
     return ""
+
+
+def expect_taken(program: Program, kernels: Mapping[str, Kernel], target: Target) -> None:
+    """Asks Triton's front end for each kernel of the user's in a scheduled program, by its fastest variant: it is not
+    compiled, so what its passes or the assembler refuse (too much shared memory) is not found. Raises ToolchainError,
+    which names the kernel and the line of its launch."""
+    from .compile_triton import parse
+
+    for variants in kernel_variants(program.nodes):
+        node = variants.variants[0].kernel
+        if target.is_gpu and isinstance(getattr(node.parts[0], "target", None), UserKernel):
+            parse(kernels[node.name], target)
 
 
 def _about(x: Extern) -> list[str]:

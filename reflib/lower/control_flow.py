@@ -96,7 +96,11 @@ def map_impl(cx: LoweringContext, f: Any, xs: Values, more: Values = ()) -> Any:
 
 
 def associative_scan(cx: LoweringContext, combine_fn: Any, xs: Values, more: Values = ()) -> Any:
-    """Where the length is known, in the order in which eager combines pairs; else one by one."""
+    """Where the length is known, in the order in which eager combines pairs; else one by one.
+
+    NB: ``combine_mode="generic"`` is no op when it arrives: PyTorch captures its pairs for the length that it sees, so
+    Dynamo compiles each length anew, and torch.export refuses a dynamic one. ``"pointwise"``, which needs tensors on a
+    GPU, stays an op, of any length. Of other dimensions torch.export (2.11 to 2.13) takes sizes for constants."""
     from torch._higher_order_ops.associative_scan import generic_associative_scan
 
     count = len(xs)

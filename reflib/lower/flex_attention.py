@@ -42,7 +42,10 @@ def flex_attention(
     from torch._higher_order_ops.flex_attention import math_attention
 
     def dense(q: Any, k: Any, v: Any, of_score: Any, of_mask: Any) -> Any:
-        return math_attention(q, k, v, score_mod, (block_mask[-1],), scale, {}, tuple(of_score), tuple(of_mask))
+        found = math_attention(q, k, v, score_mod, (block_mask[-1],), scale, {}, tuple(of_score), tuple(of_mask))
+        if template.used(cx) > {0}:
+            return found
+        return found[0], *(x.float() for x in found[1:])  # (of float64 eager's are; the op says otherwise)
 
     def fused() -> Any:
         captured = tuple(score_buffers), tuple(mask_buffers)
@@ -72,7 +75,7 @@ def flex_attention_backward(
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
     from torch.nn.attention.flex_attention import _vmap_for_bhqkv
 
-    wanted = cx.fake[3]
+    wanted, joint = cx.fake[3], with_gradient(joint)
 
     def dense(q: Any, k: Any, v: Any, o: Any, lse: Any, g: Any, g_lse: Any, of_score: Any, of_mask: Any) -> Any:
         groups, wide = q.shape[1] // k.shape[1], torch.promote_types(q.dtype, torch.float32)
@@ -109,6 +112,16 @@ def flex_attention_backward(
 
     args = (query, key, value, out, logsumexp, g, grad_logsumexp, score_buffers, mask_buffers)
     return _instead(cx, fused, dense, *args)
+
+
+def with_gradient(joint: Callable[..., Any]) -> Callable[..., Any]:
+    """``joint``, which gives None as the gradient of a score that its function does not use."""
+
+    def of_score(score: Any, *more: Any) -> Any:
+        first, *others = joint(score, *more)
+        return [torch.zeros_like(score) if first is None else first, *others]
+
+    return of_score
 
 
 def _instead(cx: LoweringContext, fused: Callable[[], Any], fn: Callable[..., Any], *args: Any) -> Any:

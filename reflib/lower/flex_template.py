@@ -133,8 +133,8 @@ def forward(attention: Attention, score_mod: Any) -> Any:
     """(output, log-sum-exp and maximum of the scores, in base 2), those of the latter two that are used."""
     a = attention
     _functions(a, score_mod)
-    used = _used(a.cx)
-    views = [a.cx.out(i) if i in used or i == 0 else None for i in range(len(a.cx.fakes))]
+    wanted = used(a.cx)
+    views = [a.cx.out(i) if i in wanted or i == 0 else None for i in range(len(a.cx.fakes))]
     written = {n: v for n, v in zip(("out", "lse", "top"), views) if v is not None}
     a.kernels({"forward": written}, {}, a.q.dtype == torch.float32 or len(written) > 1)
     return tuple(views)
@@ -147,7 +147,7 @@ def backward(
     a, cx = attention, attention.cx
     if a.k.shape[0] != a.batch:
         raise Refused("unsupported", "gradients of keys that all batches share")
-    if 3 in _used(cx):
+    if 3 in used(cx):
         raise Refused("unsupported", "gradients of captured tensors")
     _functions(a, score_mod)
     given = "score", *"bhmn", "grad"
@@ -172,7 +172,7 @@ def _functions(a: Attention, score_mod: Any) -> None:
     a.slot.add("mask", a.mask[-1], tuple("bhmn"), a.of_mask)
 
 
-def _used(cx: LoweringContext) -> set[int]:
+def used(cx: LoweringContext) -> set[int]:
     """The results that the graph uses."""
     users = list(cx.node.users)
     if any(u.target is not operator.getitem for u in users):

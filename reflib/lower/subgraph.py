@@ -254,9 +254,11 @@ def _make_fx(copy: SizesCopy, fn: Callable[..., Any], fakes: list[Any]) -> torch
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Another backend's code would run, with tensors that have no memory. (A stance is the whole process's: one thread
-    at a time.)"""
-    with _ALONE, torch.compiler.set_stance("default", force_backend="eager"):
+    """Another backend's code would run, with tensors that have no memory; PyTorch 2.11 refuses such a call while
+    something is traced, unless it may run the function itself. (A stance is the whole process's: one thread at a time.)
+    """
+    inline = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
+    with _ALONE, inline, torch.compiler.set_stance("default", force_backend="eager"):
         yield
 
 

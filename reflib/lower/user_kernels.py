@@ -18,7 +18,7 @@ NB: TorchInductor compiles the kernel with its own signature and arguments in th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -199,20 +199,22 @@ class KernelCall:
         self.scratch += SCRATCH * source.count("make_tensor_descriptor(")
         self.scratch *= dict(settings).get("num_ctas", 1)
         target = UserKernel(function, source, call, warps, stages, self.scratch, settings)
-        sizes = tuple(expr(g) for g in grid)
-        self._check_grid(sizes)
+        self._check_grid(grid)
+        sizes = tuple(map(expr, grid))
         return Extern(name, target, tuple(self.values), (("grid", sizes),), (), written, origins=(self.cx.origin,))
 
-    def _check_grid(self, sizes: tuple[Expr, ...]) -> None:
+    def _check_grid(self, grid: Sequence[Any]) -> None:
         """CUDA's limits, where the sizes are known. (Our launcher has room for fewer programs in the last axis.)"""
-        if not sizes:
-            raise LoweringError(f"the Triton kernel {self.cx.origin.op} has a grid of no sizes: give it one to three")
-        for axis, (size, most) in enumerate(zip(sizes, (2**31 - 1, 2**16 - 1, 2**16 - 1))):
-            if size.constant is not None and not 0 <= size.constant <= most:
-                name = self.cx.origin.op
-                raise LoweringError(
-                    f"the Triton kernel {name} has a grid of {size} programs in axis {axis}; the limit is {most}"
-                )
+        named = f"the Triton kernel {self.cx.origin.op} has a grid of"
+        if not grid:
+            raise LoweringError(f"{named} no sizes: give it one to three")
+        for axis, (size, most) in enumerate(zip(grid, (2**31 - 1, 2**16 - 1, 2**16 - 1))):
+            if not isinstance(size, (int, Expr)) or isinstance(size, Expr) and self.cx.low.symbols.is_float(size):
+                what = f"a {'float' if isinstance(size, Expr) else type(size).__name__}"
+                raise LoweringError(f"{named} {size} programs in axis {axis}, {what}: give it an int, as by triton.cdiv")
+            if (known := expr(size).constant) is not None and not 0 <= known <= most:
+                raise LoweringError(f"{named} {size} programs in axis {axis}; the limit is {most}")
+        sizes = tuple(map(expr, grid))
         if sizes[2].constant is not None and sizes[2].constant >= 2**15:
             raise Unsupported(f"a grid of {sizes[2]} programs in axis 2")
 

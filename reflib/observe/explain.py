@@ -20,6 +20,7 @@ import torch
 from ..api import exported_stages
 from ..capture.triton_there import triton_of_gpu
 from ..errors import ReflibError
+from ..generate.user_kernel import expect_taken
 from ..ir.program import fallback_kernels, kernels_and_calls
 from ..logs import get as logger
 from ..options import Options
@@ -218,14 +219,15 @@ def explain(
         code on any machine. Then only sizes, strides and dtypes of the arguments matter: nothing is computed, unless
         ``f`` needs numbers or has tensors of its own.
 
-    Raises OptionError for a bad option, ReflibError if no tensor operation was captured.
+    Raises OptionError for a bad option, ReflibError if no tensor operation was captured, ToolchainError for a Triton
+    kernel of the user's that Triton's front end refuses for the target.
     """
     opts = Options.make(options)
     if opts.target is not None:
         parse_target(opts.target)
     graphs: list[Stages] = []
     if isinstance(f, torch.export.ExportedProgram):
-        return Explanation([exported_stages(f, opts)[0]])
+        return Explanation(_taken([exported_stages(f, opts)[0]]))
     fn = original(f)
     failed: list[str] = []
     if opts.target is None or not (graphs := _graphs_of_fakes(fn, args, kwargs or {}, opts, dynamic, failed)):
@@ -234,10 +236,20 @@ def explain(
             graphs = _graphs(Backend, fn, args, kwargs or {}, opts, dynamic)
     if not graphs:
         raise ReflibError(f"explain: no tensor operation was captured from {getattr(fn, '__name__', fn)!r:.200}")
+    _taken(graphs)
     eager = functools.partial(_eager, fn, args, kwargs or {}, graphs)
     measured = functools.partial(_measure, fn, args, kwargs or {}, opts, dynamic)
     again = functools.partial(_again, fn, (args, kwargs or {}), graphs[0], dynamic)
     return Explanation(graphs, eager=eager, measured=measured if opts.target is None else None, again=again)
+
+
+def _taken(graphs: list[Stages]) -> list[Stages]:
+    """For a target nothing is compiled: so that no kernel is shown that cannot be, Triton parses those of the user's.
+    """
+    for s in graphs:
+        if s.options.target is not None and s.scheduled is not None and s.kernels is not None:
+            expect_taken(s.scheduled, s.kernels, parse_target(s.options.target))
+    return graphs
 
 
 def _again(

@@ -148,6 +148,7 @@ class Graphed:
     def __init__(self, call: Call, stages: Any, parts: Sequence[Part]):
         self._call, self._stages, self._parts = call, stages, parts
         self.unchecked: frozenset[int] = frozenset()
+        self.quick = Quick()  # of the whole graph, if that is recorded as one
         self._background = getattr(stages.call, "background", None)
         self._run: Call | None = None
 
@@ -169,7 +170,7 @@ class Graphed:
             parts = cut(stages.scheduled, RECORDER.kind, stages)
         if len(parts) == 1:
             make, what = partial(_given_results, stages), f"the {name} graph"
-            return _recorded(self._call, stages.scheduled, name, make, what, self.unchecked)
+            return _recorded(self._call, stages.scheduled, name, make, what, self.unchecked, self.quick)
         try:
             return _chain(stages, parts, name)
         except Exception as e:  # it runs as it did
@@ -199,9 +200,9 @@ def _chain(stages: Any, parts: Sequence[Part], name: str) -> Call:
 
 def _recorded(
     call: Call, program: Program, name: str, make: Callable[[Program], Call], what: str,
-    unchecked: frozenset[int] = frozenset(),
+    unchecked: frozenset[int] = frozenset(), quick: Quick | None = None,
 ) -> Recorded:  # fmt: skip
-    return Recorded(call, inputs_of(program, unchecked), what, MOVES.get(name, 2), Results.of(program, make))
+    return Recorded(call, inputs_of(program, unchecked), what, MOVES.get(name, 2), Results.of(program, make), quick)
 
 
 class Recording:
@@ -299,24 +300,37 @@ class Results:
         return [torch.empty_strided(*n, dtype=b.dtype, device=b.device) for n, b in zip(known, self._results)]
 
 
+class Quick:
+    """``run`` replays the last recording that fitted, and turns gradients and autocast off for it; it returns None,
+    and has done nothing, if that does not fit. (What calls a compiled graph has it too, and saves four calls.)"""
+
+    __slots__ = ("run",)
+
+    def __init__(self) -> None:
+        self.run: Callable[[list], Any] = _none
+
+
 class Recorded:
     """A compiled program, ``call``, of which recordings are made and replayed. ``given``: it, given memory for its
     results; that is recorded, in the shared pool. ``what``: it, for messages. ``most``: an input that has moved so
-    often is copied. ``quick``: replays the last recording, if that fits; else it returns None."""
+    often is copied."""
 
-    def __init__(self, call: Call, inputs: Inputs, what: str, most: int = 2, given: Results | None = None):
+    def __init__(
+        self, call: Call, inputs: Inputs, what: str, most: int = 2, given: Results | None = None,
+        quick: Quick | None = None,
+    ):  # fmt: skip
         self._call, self._what, self._given, self._most = call, what, given, most
         self.inputs = inputs
         self._moves, self._last = dict.fromkeys(inputs.tensors, 0), {}  # type: tuple[dict[int, int], dict[int, int]]
         self.recordings: dict[tuple, list[Recording]] = {}
         self._lanes: dict[int, Any] = {}  # per stream
-        self.quick: Callable[[list], Any] = _none
+        self.quick = quick or Quick()
         self._calls: dict[tuple, int] = {}  # of signatures, before they are recorded
         self.failed = False  # to be recorded: no further try
         self._lock, self._said = threading.Lock(), set()  # type: tuple[Any, set[str]]
 
     def __call__(self, args: list) -> Sequence[Any]:
-        outputs = self.quick(args)
+        outputs = self.quick.run(args)
         if outputs is None:
             outputs = self._slow(args)
         return outputs
@@ -327,7 +341,7 @@ class Recorded:
 
     def close(self) -> None:
         """Give the recordings back. Results that are still referenced stay."""
-        self.recordings, self.quick, self.failed = {}, _none, True
+        self.recordings, self.quick.run, self.failed = {}, _none, True
 
     def again(self, args: list) -> Sequence[Any] | None:
         """The result of any recording that fits, for inputs that it checks itself."""
@@ -336,7 +350,7 @@ class Recorded:
     def _by(self, recordings: Sequence[Recording], args: list) -> Sequence[Any] | None:
         for recording in recordings:
             if (outputs := recording.run(args)) is not None:
-                self.quick = recording.run
+                self.quick.run = recording.run
                 return outputs
         return None
 

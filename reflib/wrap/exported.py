@@ -224,7 +224,7 @@ def _replaying(of: Callable[[], Any], head: Sequence[Any], plain: Callable[..., 
         if recorded is None:
             return _refused
         inputs = [*head, *args]
-        outputs = recorded.quick(inputs)
+        outputs = recorded.quick.run(inputs)
         if outputs is None:
             outputs = recorded.again(inputs)
         if outputs is None:

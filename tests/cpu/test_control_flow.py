@@ -155,6 +155,26 @@ def test_associative_scan_as_an_op(dynamic: bool) -> None:
     assert len(s.kernels or ()) == 3
 
 
+@pytest.mark.parametrize("mode", ["pointwise", "generic"])
+def test_associative_scan_of_any_length_in_a_package(mode: str, tmp_path: Path) -> None:
+    """PyTorch takes a generic one apart for the length that it captures: which there is, instead, is said."""
+
+    def f(x: Tensor) -> Tensor:
+        return associative_scan(lambda a, b: a * b + a, x, 0, combine_mode=mode)
+
+    def package(**how: Any) -> str:
+        at = tmp_path / "scan.reflib"
+        return reflib.aot_compile(f, (torch.rand(8, 5),), at, archs=["sm_90"], ptx=False, **how)
+
+    lengths = ({0: torch.export.Dim("n", min=2, max=64)},)
+    if mode == "pointwise":
+        assert package(dynamic_shapes=lengths)
+    else:
+        with pytest.raises(reflib.ReflibError, match=r"(?s)Constraints violated.*combine_mode='pointwise' on a GPU"):
+            package(dynamic_shapes=lengths)
+        assert package()
+
+
 # -- what it costs --------------------------------------------------------------------------------------------
 def repeats(steps: tuple[Step, ...]) -> Iterator[Repeat]:
     for s in steps:

@@ -17,6 +17,7 @@ from reflib.ir.program import Choice, Extern, kernel_variants
 from reflib.lower.flex_makers import MAKERS
 from reflib.lower.flex_tilings import shared_bytes, tilings
 from reflib.target import CUDA, parse_target
+from tests.exporting import Alone
 from tests.flex_cases import CASES, Case, alibi
 from tests.flex_cases import causal as causal_case
 from tests.flex_cases import relative as relative_case
@@ -211,3 +212,31 @@ def test_sizes_that_change_and_eagers_bits(masks):
         q = torch.randn(1, 2, n, 8)
         torch.testing.assert_close(f(q), fn(q))
         torch.testing.assert_close(exact(q), fn(q), rtol=0, atol=0)
+
+
+def test_a_score_function_that_uses_no_score(monkeypatch):
+    """Its gradient is 0, forward and backward are fused; PyTorch's own backward raises an error."""
+    monkeypatch.setattr(flex, "_validate_device", lambda *a: None)
+    q, k, v, table = given()
+
+    def fn(q, k, v):
+        return flex_attention(q, k, v, lambda s, b, h, i, j: table[i - j + S])
+
+    own = table.detach()[torch.arange(S)[:, None] - torch.arange(S) + S].softmax(-1)
+    table = table.detach()
+    out = reflib.compile(fn)(q, k, v)
+    torch.testing.assert_close(out, own @ v)
+    grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+    assert not grads[0].any() and not grads[1].any()
+    torch.testing.assert_close(grads[2], own.mT @ (own @ v * 2))
+    torch._dynamo.reset()
+    e = reflib.explain(fn, q, k, v, target="sm_90")
+    assert len(launches(e)) == 1 and len(launches(e.backward)) == 2
+
+
+def test_float64_is_packaged_too(tmp_path):
+    """By the dense formula, whose log-sum-exp is not what PyTorch says it is, a float32."""
+    model = Alone(lambda q: flex_attention(q, q, q, lambda s, b, h, i, j: s - (i - j).abs()))
+    q = torch.randn(1, 2, 20, 8, dtype=torch.float64)
+    path = reflib.aot_compile(model, (q,), tmp_path / "f.reflib", archs=["cpu"])
+    torch.testing.assert_close(reflib.load(path)(q), model(q), rtol=1e-12, atol=1e-12)

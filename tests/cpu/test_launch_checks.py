@@ -1,5 +1,8 @@
-"""Launches of users' kernels that are refused: those that the exporter drops, and stores to unknown places."""
+"""Launches of users' kernels that are refused: those that the exporter drops, stores to unknown places, and what
+Triton would refuse at the call."""
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,10 @@ import triton.language as tl  # noqa: E402
 
 import reflib  # noqa: E402
 from reflib import explain  # noqa: E402
-from reflib.errors import CaptureError  # noqa: E402
+from reflib.capture.triton_there import triton_of_gpu  # noqa: E402
+from reflib.errors import CaptureError, ToolchainError  # noqa: E402
 from tests import user_kernels  # noqa: E402
+from tests.exporting import Alone  # noqa: E402
 
 Tensor = torch.Tensor
 
@@ -84,3 +89,92 @@ def test_a_place_that_is_read_from_memory(kernel: Any) -> None:
     says = rf"kernel {kernel.fn.__name__} \(test_launch_checks.py:\d+\) stores to what is none of the tensors"
     with pytest.raises(Exception, match=says):
         explain(fn, *given, target="sm_90")
+
+
+# -- calls that Triton would refuse -----------------------------------------------------------------------
+@triton.jit
+def plain(x, out, n, BLOCK: tl.constexpr = 64, DTYPE: tl.constexpr = None):
+    i = tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i, mask=i < n), mask=i < n)
+
+
+tuned = triton.autotune([triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128})], key=[])(plain)
+
+
+def of(kernel: Any, *args: Any, grid: Any = (1,), **kwargs: Any) -> Callable[[Tensor], Tensor]:
+    def fn(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        kernel[grid](x, out, *args, **kwargs)
+        return out
+
+    return fn
+
+
+@pytest.mark.parametrize("exported", [False, True])
+@pytest.mark.parametrize("fn, says", [
+    (of(plain, 8, 128, tl.float32, 7), r"takes 5 arguments \(x, out, n, BLOCK, DTYPE\), and is given 6"),
+    (of(plain, 8, n=8), "is given n twice: by its place and by its name"),
+    (of(tuned, 8, BLOCK=64), "is given BLOCK twice: a configuration of @triton.autotune has it too"),
+    (of(tuned, 8, 64), "is given BLOCK twice: a configuration of @triton.autotune has it too"),
+    (of(plain, 8, M=4), "has no argument M; its arguments are x, out, n, BLOCK"),
+    (of(plain), "is not given n"),
+    (of(plain, 8, grid=(1.5,)), "a grid of 1.5 programs in axis 0, a float: give it an int"),
+    (of(plain, 8, grid=lambda meta: (1, meta["BLOCK"] / 64)), "a grid of 1.0 programs in axis 1, a float: give it an"),
+    (of(plain, 8, grid=("1",)), "a grid of 1 programs in axis 0, a str: give it an int"),
+])  # fmt: skip
+def test_a_call_that_triton_would_refuse(exported: bool, fn: Any, says: str, tmp_path: Path) -> None:
+    """PyTorch captures all of these: it drops what is too many, and takes the last of two."""
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=rf"kernel plain.* {says}") as e:
+        if exported:
+            reflib.aot_compile(fn, (torch.randn(8),), tmp_path / "p.reflib", ["sm_90"], ptx=False)
+        else:
+            explain(fn, torch.randn(8), target="sm_90")
+    assert re.search(r"\(test_launch_checks.py:\d+", str(e.value))
+
+
+def test_a_grid_of_a_size_divided() -> None:
+    """A float, whatever the size is."""
+
+    def fn(x: Tensor) -> Tensor:
+        return of(plain, 8, grid=(x.shape[0] / 8,))(x)
+
+    with pytest.raises(Exception, match="kernel plain has a grid of .* programs in axis 0, a float"):
+        explain(fn, torch.randn(24), target="sm_90", dynamic=True)
+
+
+def test_settings_and_values_of_heuristics_are_no_arguments() -> None:
+    by_size = triton.heuristics({"BLOCK": lambda args: 64})(plain)
+    both = triton.autotune([triton.Config({"DTYPE": None})], key=[])(by_size)
+    below = triton.heuristics({"DTYPE": lambda args: None})(tuned)
+    for fn in (of(plain, 8, num_warps=2, num_stages=1), of(by_size, 8), of(both, 8), of(both, 8, num_warps=2),
+               of(both, 8, BLOCK=32), of(below, 8), of(plain, n=8, BLOCK=32)):  # fmt: skip
+        torch._dynamo.reset()
+        assert any(k.name.endswith("plain") for k in explain(fn, torch.randn(8), target="sm_90").kernels)
+
+
+# -- kernels that Triton refuses, where nothing is compiled -----------------------------------------------
+@triton.jit
+def misspelt(x, out):
+    tl.store(out, tl.lod(x))
+
+
+@triton.jit
+def uneven(x, out, N: tl.constexpr = 100):
+    tl.store(out + tl.arange(0, N), 1.0)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "gfx942"])
+@pytest.mark.parametrize("kernel, why", [(misspelt, "no attribute 'lod'"), (uneven, "range must be a power of 2")])
+def test_explain_shows_no_kernel_that_triton_refuses(kernel: Any, why: str, target: str) -> None:
+    name = kernel.fn.__name__
+    says = rf"(?s)refused kernel \w+_{name} for {target} \({name} at test_launch_checks.py:\d+ in fn: kernel.*{why}"
+    for fn in (of(kernel), lambda x: torch.cond(x.sum() > 4, of(kernel), lambda x: x + 1, (x,))):
+        torch._dynamo.reset()
+        with pytest.raises(ToolchainError, match=says):
+            explain(fn, torch.randn(8), target=target)
+    if target == "sm_80":
+        with triton_of_gpu():
+            exported = torch.export.export(Alone(of(kernel)), (torch.randn(8),), strict=True)
+        with pytest.raises(ToolchainError, match=says):
+            explain(exported, target=target)

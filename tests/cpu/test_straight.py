@@ -11,7 +11,9 @@ from torch.utils import _pytree as pytree
 
 import reflib
 from reflib.capture import straight
+from reflib.wrap import cuda_graphs, host
 from tests.checking import check
+from tests.cpu.test_cuda_graphs import layer, recorder  # noqa: F401 - a fixture
 
 
 def calls(fn: Callable[..., Any], *args: Any, **how: Any) -> tuple[Callable[..., Any], list[bool]]:
@@ -140,3 +142,24 @@ def test_sizes_and_the_same_tensor_twice() -> None:
         x = torch.randn(n, 2)
         torch.testing.assert_close(f(x, x, k), (x + x) * k + n)
     torch.testing.assert_close(f(x, torch.ones(7, 2), 3), (x + 1) * 3 + 7)
+
+
+@pytest.mark.skipif(not host.has_entries(), reason="without the extension in C")
+def test_a_fitting_call_goes_to_the_recording_at_once(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Past AOTAutograd's and the graph's own callables, without gradients; what does not fit goes through them."""
+    f, x, w = reflib.compile(layer, cuda_graphs=True), torch.randn(8, 16), torch.randn(16, 16)
+    for _ in range(4):
+        f(x, w)
+    slow: list[int] = []
+    real = cuda_graphs.Graphed.__call__
+    monkeypatch.setattr(cuda_graphs.Graphed, "__call__", lambda self, args: slow.append(len(args)) or real(self, args))
+    before = recorder.replayed
+    with torch.enable_grad():
+        for _ in range(3):
+            got = f(x, w)
+            torch.testing.assert_close(got, layer(x, w))
+            assert not got[0].requires_grad and torch.is_grad_enabled()
+            del got
+    assert recorder.replayed == before + 3 and not slow
+    torch.testing.assert_close(f(torch.randn(8, 16).copy_(x), w), layer(x, w))
+    assert slow == [2]

@@ -204,7 +204,7 @@ def test_a_recording_that_ends_takes_nothing_from_others():
         assert ended
         for o in ended:
             o.recordings.clear()
-            o.quick = cuda_graphs._none
+            o.quick.run = cuda_graphs._none
         del o, ended
         gc.collect()
         torch.cuda.empty_cache()
