@@ -271,7 +271,14 @@ def view_as_real(d: _Writer, z: Pair) -> Node:
 
 
 def _interleaved(d: _Writer, z: Pair) -> Node:
-    return d(aten.cat.default, [d(aten.unsqueeze.default, x, -1) for x in z], -1)
+    """With dimensions in memory in the order of the complex tensor's, on which the layout of what reads it depends."""
+    given: Any = d.node.args[0]
+    strides = [s.node.hint if isinstance(s, torch.SymInt) else s for s in given.meta["val"].stride()]
+    order = [] if None in strides else sorted(range(len(strides)), key=lambda i: -strides[i])
+    moved = order != sorted(order)
+    parts = (d(aten.permute.default, x, order) if moved else x for x in z)
+    both = d(aten.cat.default, [d(aten.unsqueeze.default, x, -1) for x in parts], -1)
+    return d(aten.permute.default, both, [*map(order.index, range(len(order))), len(order)]) if moved else both
 
 
 @rule(*SPECTRA)

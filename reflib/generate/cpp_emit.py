@@ -459,6 +459,8 @@ class Emitter:
         if s.op == "where" and s.dtype.is_floating_point:
             made = [isinstance(b := self.body[a], Op) and b.op not in ("where", "cast") for a in s.args]
             names[1:] = [f"op::chosen({n})" if m else n for n, m in zip(names[1:], made[1:])]
+        if s.op in ("maximum", "minimum") and isinstance(self.body[s.args[1]], Const):
+            names.reverse()  # of two zeros the second operand is taken: not the number, in eager's clamps
         return text.operation(s, tuple(names), dtype)
 
     def _indirect(self, i: int, s: Indirect) -> None:

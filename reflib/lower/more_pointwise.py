@@ -13,6 +13,7 @@ from reflib.ir.program import View
 
 from .body import Value, nest, where
 from .context import LoweringContext
+from .numbers import HALF
 from .pointwise import elementwise, formulas, pointwise, scaled, to_copy
 from .rules import Unsupported, rule
 
@@ -94,9 +95,17 @@ def whole(op: str, x: Value, y: Value) -> Value:
     """A division of integers. Eager's raises an error for a zero on a CPU, so it is eager's unless none is possible."""
     divisor = y.kernel.b.body[y.id]
     known = isinstance(divisor, Index) or isinstance(divisor, Const) and divisor.value != 0  # a size, a number
+    if op in ("remainder", "fmod"):
+        x, y = _rounded(x), _rounded(y)
     if not (known or x.dtype.is_floating_point or y.kernel.cx.on_gpu):
         raise Unsupported("a division by zero is an error")
     return x.op(op, y)
+
+
+def _rounded(x: Value) -> Value:
+    """A number in the op's dtype, as in eager: 0.3 % 0.3 of halves is 0, and not what 0.3 lost when it was stored."""
+    number, dtype = x.kernel.b.body[x.id], x.kernel.cx.dtype
+    return x.kernel.value(number.value, dtype) if isinstance(number, Const) and dtype in HALF else x
 
 
 @pointwise("div.Tensor_mode", "div.Scalar_mode", n=2)
@@ -107,6 +116,7 @@ def div_mode(x: Value, y: Value, rounding_mode: str | None = None) -> Value:
         return whole("floordiv", x, y)
     if not x.dtype.is_floating_point:
         return whole("truncdiv", x, y)
+    y = y if x.kernel.cx.on_gpu else _rounded(y)
     return (x / y).to(x.kernel.cx.dtype).op("trunc")  # of half precision what eager takes, as in ``_to_whole``
 
 

@@ -21,6 +21,7 @@ from .extern import OUT_VARIANTS, used_results
 
 TAG = getattr(torch.Tag, "out", None)  # (torch 2.11 has no such tag)
 _KEYS = {"cpu": "CPU", "cuda": "CUDA"}
+_UNCHECKED = (torch.ops.aten.max.default, torch.ops.aten.min.default)  # of nothing: an error, but of ``unary_out`` -inf
 
 
 def out_variant(cx: LoweringContext, target: Any, fakes: list[Any]) -> tuple[Any, tuple[str, ...]] | None:
@@ -69,7 +70,7 @@ def _overload(op: torch._ops.OpOverload, device: str, names: tuple[str, ...]) ->
         return None
     if own and TAG in op.tags:
         return op
-    if schema.is_mutable or any(r.alias_info is not None for r in schema.returns):
+    if op in _UNCHECKED or schema.is_mutable or any(r.alias_info is not None for r in schema.returns):
         return None
     packet = getattr(getattr(torch.ops, op.namespace), schema.name.partition("::")[2])
     found = [getattr(packet, name or "default") for name in names]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch._decomp import get_decompositions
-from torch._prims_common import suggest_memory_format
+from torch._prims_common import compute_elementwise_output_logical_to_physical_perm, suggest_memory_format
 
 from reflib.capture.interpolation import LINEAR, NEAREST
 
@@ -32,12 +32,26 @@ def own_parts(table: Mapping[Any, Parts]) -> dict[Any, Parts]:
         **get_decompositions([getattr(aten, name).default for name in (*LINEAR, *NEAREST)]),
         **{op: partial(pixels, table[op]) for op in (aten.pixel_shuffle.default, aten.pixel_unshuffle.default)},
         aten.channel_shuffle.default: partial(channels, table[aten.channel_shuffle.default]),
+        **{op: partial(laid_out, table[op]) for op in _OF_TWO if op in table},
         **{op: partial(row_major, table[op], suggest_memory_format) for op in norms if op in table},
         log_sigmoid: partial(row_major, table[log_sigmoid], lambda t: torch.contiguous_format),
         aten.take.default: take,
         aten._unique.default: unique,
         aten.stack.default: partial(stack, table[aten.stack.default]),
     }
+
+
+_OF_TWO = (
+    *(aten.heaviside.default, aten.logaddexp.default, aten.logaddexp2.default, aten.xlogy.Tensor),
+    aten.special_xlog1py.default,
+)
+
+
+def laid_out(parts: Parts, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """As eager lays out one op of ``x`` and ``y``: torch's parts decide it anew for each of theirs."""
+    order, _ = compute_elementwise_output_logical_to_physical_perm(*torch.broadcast_tensors(x, y))
+    back = [order.index(d) for d in range(len(order))]
+    return parts(x, y).permute(order).contiguous().permute(back)
 
 
 def stack(parts: Parts, tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:

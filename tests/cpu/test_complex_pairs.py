@@ -148,3 +148,18 @@ def test_a_complex_number_copied_into_a_real_tensor() -> None:
     x, z = torch.randn(5), torch.randn(5, dtype=torch.complex64)
     compiled = torch.compile(lambda x, z: torch.zeros_like(x).copy_(z * z), backend="reflib")
     torch.testing.assert_close(compiled(x, z), (z * z).real)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: torch.fft.hfftn(x, dim=(0, 2)), lambda x: torch.fft.hfft2(x.permute(2, 0, 1), dim=(0, 1)),
+        lambda x: torch.view_as_real(torch.complex(x, x * 2).transpose(0, 2) * 3),
+    ],
+)  # fmt: skip
+def test_strides_of_what_is_made_of_a_complex_tensor_are_those_of_eager(fn, dynamic):
+    x = torch.randn(5, 6, 7)
+    got, want = reflib.compile(fn, dynamic=dynamic)(x), fn(x)
+    assert got.stride() == want.stride()
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

@@ -364,3 +364,12 @@ def test_a_cpu_keeps_its_order() -> None:
     x, w = torch.randn(2, 8, 16, 16), torch.randn(8, 8, 3, 3)
     assert len(externs(conv, x, w, target="cpu")) == 2
     torch.testing.assert_close(reflib.compile(conv)(x, w), conv(x, w))
+
+
+@pytest.mark.parametrize("fn", [torch.logaddexp, torch.logaddexp2, torch.xlogy, torch.heaviside])
+def test_parts_of_an_op_of_two_tensors_lie_as_eager_lays_out_the_op(fn):
+    a, b, c = torch.rand(1, 4, 1), torch.rand(5, 1, 3).permute(2, 1, 0), torch.rand(5, 4, 3).permute(2, 1, 0)
+    for x, y in ((a, b), (b, a), (b, c), (c, a), (c.contiguous(), c), (c, c.contiguous())):
+        got, want = reflib.compile(fn)(x, y), fn(x, y)
+        assert got.stride() == want.stride(), (x.stride(), y.stride())
+        torch.testing.assert_close(got, want)

@@ -105,3 +105,36 @@ def test_means_of_rows_with_infinities(dtype):
 
     for i, (got, want) in enumerate(zip(reflib.compile(fn)(x), fn(x), strict=True)):
         same(f"mean {i}", got, want, dtype, 0.25)
+
+
+@DTYPES
+def test_which_zero(dtype):
+    """Eager's clamps keep the zero that they are given, as all in this list does. 37 numbers: vectors, and a rest."""
+    x = torch.tensor([0.0, -0.0, 1.0, -1.0]).repeat(10)[:37].to(dtype)
+
+    def fn(x):
+        return (F.relu(x), F.relu6(x), F.hardtanh(x, 0, 1), x.clamp(0, 5), x.clamp(-5, -0.0), x.clamp_min(0),
+                x.clamp_max(-0.0), x.clamp_max(0))  # fmt: skip
+
+    for i, (got, want) in enumerate(zip(reflib.compile(fn)(x), fn(x), strict=True)):
+        assert torch.equal(got, want) and torch.equal(got.signbit(), want.signbit()), i
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_remainders_of_halves_by_numbers(dtype):
+    x = torch.tensor([0.3, 0.1, 0.2, 0.7, 1.5, 2.7, -2.7, math.inf]).to(dtype)
+
+    def fn(x):
+        whole = torch.div(x, 0.3, rounding_mode="trunc"), torch.div(x, 0.3, rounding_mode="floor")
+        return (x % 0.3, torch.fmod(x, 0.3), torch.remainder(0.3, x), x % -0.3, *whole)
+
+    for i, (got, want) in enumerate(zip(reflib.compile(fn)(x), fn(x), strict=True)):
+        assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0)), (i, got, want)
+
+
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+@pytest.mark.parametrize("fn", [torch.max, torch.min])
+def test_nothing_has_no_maximum(fn, wrapper):
+    compiled = reflib.compile(lambda x: fn(x * 2), wrapper=wrapper)
+    with pytest.raises(RuntimeError, match="Expected reduction dim"):
+        compiled(torch.zeros(3, 0))

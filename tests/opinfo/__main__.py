@@ -27,6 +27,7 @@ FEW = 4  # samples of each group that come before all others
 
 def main() -> int:
     p = argparse.ArgumentParser(prog="python -m tests.opinfo", description=__doc__.splitlines()[0])
+    p.add_argument("--pick", type=int, default=0, help="another seed: which samples of a group come first, at random")
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     p.add_argument("--dtypes", default="float32,int64,bool,bfloat16")
     p.add_argument("--modes", default="forward,backward")
@@ -108,12 +109,14 @@ def run(a: argparse.Namespace, results: dict[str, Any]) -> None:
                 last = now
                 print(f"[{n} in {now - start:.0f} s] {dict(counts)}", file=sys.stderr, flush=True)
 
-        tasks = make_tasks(found, a.limit, a.batch, set(results), a.shard)
+        tasks = make_tasks(found, a.limit, a.batch, set(results), a.shard, a.pick)
         run_tasks(tasks, a.jobs, tell, a.until, a.device, a.until_time - time.monotonic())
     print(f"{sum(counts.values())} samples in {time.monotonic() - start:.0f} s")
 
 
-def make_tasks(groups: list[Any], limit: int, batch: int, done: set[str], shard: str = "1/1") -> Iterator[Any]:
+def make_tasks(
+    groups: list[Any], limit: int, batch: int, done: set[str], shard: str = "1/1", pick: int = 0
+) -> Iterator[Any]:
     """Tasks of about ``batch`` samples each, done ones left out; made as they are asked for, since counting a GPU's
     samples takes a minute. A few samples of every group come first: a run that is stopped has seen some of everything.
     """
@@ -122,14 +125,16 @@ def make_tasks(groups: list[Any], limit: int, batch: int, done: set[str], shard:
 
     at, of = map(int, shard.split("/"))
     groups = groups[at - 1 :: of]
-    random.Random(7).shuffle(groups)
+    random.Random(7 + pick).shuffle(groups)
     done = set(done)
     for most in (limit,) if limit else (FEW, 0):
         parts, size = [], 0
         for group in groups:
             if most == FEW and not limit and f"{group.name}|0" in done:
                 continue  # an earlier run has seen some
-            numbers = [n for n in spread(len(samples(group)), most) if f"{group.name}|{n}" not in done]
+            count = len(samples(group))
+            first = random.Random(f"{pick} {group.name}").sample(range(count), min(count, most)) if pick else []
+            numbers = [n for n in first or spread(count, most) if f"{group.name}|{n}" not in done]
             done.update(f"{group.name}|{n}" for n in numbers)
             while numbers:
                 take = numbers[: batch - size]
