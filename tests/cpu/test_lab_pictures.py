@@ -76,6 +76,7 @@ def test_who_is_in_many_figures_has_the_same_colour_in_all():
     assert palette(["reflib, tuned", "reflib", "TorchInductor max-autotune", "by hand"]) == {
         "reflib, tuned": 3, "reflib": 2, "TorchInductor max-autotune": 1, "by hand": 4,
     }  # fmt: skip
+    assert palette(["limit", "a", "b", "c", "d", "reflib"]) == {"reflib": 2, "limit": 6, "a": 3, "b": 4, "c": 5, "d": 7}
     assert palette(["parts: 1", "parts: 4"]) == {"parts: 1": 3, "parts: 4": 4}
     assert not {colour(i) for i in range(3, 30)} & set(COLOURS[:3])
 
