@@ -86,7 +86,8 @@ def told(root: Path, device: str, found: list[Found]) -> str:
     body, everything = [], [p for _, some, _ in found for p in some]
     for slug, some, claims in found:
         failed = sum(c.get("holds") is False for c in claims)
-        link = f'<a href="../notebooks/{slug}.html">{html.escape(known[slug].title)}</a>' if slug in known else slug
+        page = f'<a href="../notebooks/{slug}.html">'
+        link = f"{page}{html.escape(known[slug].title)}</a>" if slug in known else f"{slug}, a benchmark"
         body.append([link, *counts(some), f"{failed} of {len(claims)}" if claims else ""])
     body.append(["<b>all</b>", *counts(everything), ""])
     timed = [p for p in everything if p.theirs]
