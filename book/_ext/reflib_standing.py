@@ -142,8 +142,8 @@ def floors(root: Path) -> str:
             shown[slug] = floor_figure(chapters(root)[slug].title, slug, max(found, key=lambda place: place[2]), data)
     for slug, told in chapters(root).items():
         if slug not in shown and (figure := own_figure(root, slug)):
-            head = f'<p><a href="../notebooks/{slug}.html">{html.escape(told.title)}</a>, the chapter\'s own figure:</p>'
-            shown[slug] = f'<div class="reflib-floor">{head}{figure}</div>'
+            page = f'<a href="../notebooks/{slug}.html">{html.escape(told.title)}</a>'
+            shown[slug] = f'<div class="reflib-floor"><p>{page}, the chapter\'s own figure:</p>{figure}</div>'
     return "\n\n".join(shown[slug] for slug in chapters(root) if slug in shown)
 
 
