@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,7 @@ def printed(root: Path, slug: str) -> list[tuple[bool, str, str]]:
     return [(m[1] == "✓", m[3], m[4].strip().removeprefix("Why: ")) for m in decided]
 
 
+@cache
 def notebook(root: Path, slug: str) -> Any:
     from reflib.lab import notebook as nb
 
