@@ -99,6 +99,12 @@ def colour(index: int) -> str:
     return COLOURS[index] if index < len(COLOURS) else rest[(index - len(ALWAYS)) % len(rest)]
 
 
+def colours(cases: Sequence[str]) -> dict[str, Any]:
+    """A scale of Vega-Lite: each case in the colour that it has in all figures."""
+    turn = palette(cases)
+    return {"domain": list(cases), "range": [colour(turn[case]) for case in cases]}
+
+
 def series_style(index: int) -> dict[str, Any]:
     """Colour, marker and dash of the index-th series."""
     turn = index % len(MARKERS)
