@@ -2,7 +2,7 @@
 
 A recorded output stays as it is; on the page each claim's lines become a box of wrapped text, green where it holds.
 A code cell that was changed or added after the recording has no execution count, and says so in place of an output.
-A listing of more than `LONG` lines in an output is folded.
+A listing or a text of more than `LONG` lines in an output is folded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Boxes(SphinxPostTransform):
             text = block.astext()
             if "output" in block["classes"] and CLAIM.search(text) and block.parent is not None:
                 block.parent.replace(block, pieces(block, text))
-            elif "output" not in block["classes"] and in_output(block) and (lines := text.count("\n") + 1) > LONG:
+            elif in_output(block) and (lines := text.count("\n") + 1) > LONG:
                 block.parent.replace(block, folded(block, lines))
         for table in list(self.document.findall(nodes.raw)):
             if '<table class="dataframe"' in (text := table.astext()):

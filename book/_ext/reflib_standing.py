@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ def told(root: Path, device: str, found: list[Found]) -> str:
     body, everything = [], [p for _, some, _ in found for p in some]
     for slug, some, claims in found:
         failed = sum(c.get("holds") is False for c in claims)
-        link = f'<a href="../notebooks/{slug}.html">{html.escape(known[slug].title)}</a>' if slug in known else slug
+        page = f'<a href="../notebooks/{slug}.html">'
+        link = f"{page}{html.escape(known[slug].title)}</a>" if slug in known else f"{slug}, a benchmark"
         body.append([link, *counts(some), f"{failed} of {len(claims)}" if claims else ""])
     body.append(["<b>all</b>", *counts(everything), ""])
     timed = [p for p in everything if p.theirs]
@@ -127,15 +129,36 @@ ALONE = "device alone"  # a case that has the device's own time for the same wor
 SHORT = 5.0  # µs: a floor below that is not what such a call waits for
 
 
+FLOOR = re.compile(r"\b(?:limit|ledger)\b|A line at ")  # how a figure's own words name its floor
+
+
 def floors(root: Path) -> str:
-    """For each chapter with a measurement whose least time is known, the one with the most work, as bars."""
+    """For each chapter with a measurement whose least time is known, the one with the most work, as bars; for others
+    the last figure of the chapter itself that has a floor."""
     shown: dict[str, str] = {}
     for slug, path in sorted(recordings(root), key=lambda found: ".h200." not in found[1].name):
         data = json.loads(path.read_text(encoding="utf-8"))
         found = list(places(data["rows"], ceilings(root, data["rows"], path.name.split(".")[1])))
         if slug in chapters(root) and slug not in shown and found:
             shown[slug] = floor_figure(chapters(root)[slug].title, slug, max(found, key=lambda place: place[2]), data)
+    for slug, told in chapters(root).items():
+        if slug not in shown and (figure := own_figure(root, slug)):
+            page = f'<a href="../notebooks/{slug}.html">{html.escape(told.title)}</a>'
+            shown[slug] = f'<div class="reflib-floor"><p>{page}, the chapter\'s own figure:</p>{figure}</div>'
     return "\n\n".join(shown[slug] for slug in chapters(root) if slug in shown)
+
+
+def own_figure(root: Path, slug: str) -> str:
+    """The last figure in a notebook's outputs whose words name a floor, as HTML in one line, of those with reflib in
+    them if there is one; "" if there is none."""
+    found: dict[bool, str] = {}
+    for cell in notebook(root, slug).cells:
+        for output in cell.get("outputs", []):
+            drawn = output.get("data", {}).get("text/html", "")
+            words = re.search(r'<figure.*<img[^>]* alt="([^"]*)"', drawn, re.S)
+            if words and FLOOR.search(words[1]):
+                found["reflib" in words[1]] = " ".join(drawn.split())
+    return found.get(True, found.get(False, ""))
 
 
 def ceilings(root: Path, rows: list[dict[str, Any]], device: str) -> tuple[float, float] | None:
@@ -180,7 +203,7 @@ def floor_figure(title: str, slug: str, place: Place, data: dict[str, Any]) -> s
     where = html.escape(", ".join(filter(None, (name, at, data["shared"].get("device", "")))))
     return (
         f'<div class="reflib-floor"><p><a href="../notebooks/{slug}.html">{html.escape(title)}</a>: {where}; '
-        f"{least:,.1f} µs at least</p>{bars}</div>"
+        f"floor {least:,.1f} µs</p>{bars}</div>"
     )
 
 
@@ -188,31 +211,56 @@ def floor_figure(title: str, slug: str, place: Place, data: dict[str, Any]) -> s
 
 
 def failed(root: Path) -> str:
-    """A table per device: what a chapter claims and its recording contradicts, and why it says that may be."""
+    """A table per kind of device: what a chapter claims and a recording contradicts, and why it says that may be."""
     lines: dict[str, list[list[str]]] = {}
+    made: dict[str, int] = {}  # claims that were decided
+    told_on: dict[str, set[str]] = {}  # the chapters with claims there
     for slug, told in chapters(root).items():
-        title, here = f'<a href="../notebooks/{slug}.html">{html.escape(told.title)}</a>', told.stamp.get("device", "")
-        found = {here: printed(root, slug)}
-        for name, path in recordings(root):
-            data = json.loads(path.read_text(encoding="utf-8"))
-            device = data["shared"].get("device", "unknown")
-            if name == slug and device != here:
-                claims = [c for c in data["claims"] if c.get("holds") is False]
-                found[device] = [(c["claim"], c.get("otherwise", "")) for c in claims]
-        for device, claims in found.items():
+        title = f'<a href="../notebooks/{slug}.html">{html.escape(told.title)}</a>'
+        for device, claims in claims_of(root, slug).items():
             kind = device if device.startswith("NVIDIA") else "CPUs"
-            lines.setdefault(kind, []).extend([title, html.escape(what), html.escape(why)] for what, why in claims)
+            made[kind] = made.get(kind, 0) + len(claims)
+            told_on.setdefault(kind, set()).update([slug] if claims else [])
+            some = [[title, html.escape(what), html.escape(why)] for holds, what, why in claims if not holds]
+            lines.setdefault(kind, []).extend(some)
     heads = ("chapter", "claim", "why not")
-    return "\n\n".join(f"### On {kind}\n\n{html_table(heads, some)}" for kind, some in sorted(lines.items()) if some)
+    everywhere = set().union(*told_on.values())
+    text = []
+    for kind, some in sorted(lines.items()):
+        absent = [told.link for slug, told in chapters(root).items() if slug in everywhere - told_on[kind]]
+        said = f"{len(some)} of {made[kind]} claims in {len(told_on[kind])} chapters."
+        said += f" Not recorded there: {', '.join(absent)}." if absent else ""
+        text.append(f"### On {kind}\n\n{said}" + (f"\n\n{html_table(heads, some)}" if some else ""))
+    return "\n\n".join(text)
 
 
-def printed(root: Path, slug: str) -> list[tuple[str, str]]:
-    """The failed claims that a notebook's own outputs print."""
+def claims_of(root: Path, slug: str) -> dict[str, list[tuple[bool, str, str]]]:
+    """Device -> (holds, claim, why not) of each claim that was decided there: in the notebook's own outputs, and in
+    the recordings of other devices."""
+    here = chapters(root)[slug].stamp.get("device", "")
+    found = {here: printed(root, slug)}
+    for name, path in recordings(root):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        device = data["shared"].get("device", "unknown")
+        if name == slug and device != here:
+            decided = [c for c in data["claims"] if "holds" in c]
+            found[device] = [(c["holds"], c["claim"], c.get("otherwise", "")) for c in decided]
+    return found
+
+
+def printed(root: Path, slug: str) -> list[tuple[bool, str, str]]:
+    """(holds, claim, why not) of the decided claims that a notebook's own outputs print."""
+    outputs = [o for c in notebook(root, slug).cells for o in c.get("outputs", [])]
+    text = "\n".join(o.text for o in outputs if o.output_type == "stream")
+    decided = [m for m in CLAIM.finditer(text) if m[1] in "✓✗" and "hold" in m[2].lower()]
+    return [(m[1] == "✓", m[3], m[4].strip().removeprefix("Why: ")) for m in decided]
+
+
+@cache
+def notebook(root: Path, slug: str) -> Any:
     from reflib.lab import notebook as nb
 
-    outputs = [o for c in nb.read(root / "notebooks" / f"{slug}.ipynb").cells for o in c.get("outputs", [])]
-    text = "\n".join(o.text for o in outputs if o.output_type == "stream")
-    return [(m[3], m[4].strip().removeprefix("Why: ")) for m in CLAIM.finditer(text) if m[1] == "✗" and "hold" in m[2]]
+    return nb.read(root / "notebooks" / f"{slug}.ipynb")
 
 
 # ---- the first page
@@ -250,8 +298,6 @@ def bar(name: str, us: float, longest: float, least: float) -> str:
 
 def result(root: Path) -> tuple[str, dict[str, float], float, float, str] | None:
     """(the function, case -> µs, the least µs, MB of its input, where), from the recordings; None without them."""
-    from reflib.lab import notebook as nb
-
     folder = root / "notebooks" / "recorded"
     if not all((folder / f"{slug}.h200.json").exists() for slug in ("start-here", "measuring")):
         return None
@@ -264,8 +310,7 @@ def result(root: Path) -> tuple[str, dict[str, float], float, float, str] | None
     ceilings = [r for r in roof["rows"] if r.get("name") == "ceilings" and r["case"] == "copy"]
     moved = rows["eager", "time"] * rows["eager", "bandwidth"] / 1e3  # MB, of the input and the result
     least = moved * 1e3 / max(r["value"] for r in ceilings if r["metric"] == "bandwidth")
-    cells = nb.read(root / "notebooks" / "start-here.ipynb").cells
-    text = next(c.source for c in cells if c.source.startswith("def mine("))
+    text = next(c.source for c in notebook(root, "start-here").cells if c.source.startswith("def mine("))
     return text.split("\n\n\n")[0], times, least, moved / 2, mine["shared"]["device"]
 
 

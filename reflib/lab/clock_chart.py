@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from reflib.errors import LabError
-from reflib.lab.figures import COLOURS
+from reflib.lab.figures import colours
 from reflib.lab.moving import FAINT, Explorer, Spec, emit, moving, slider, text, values
 from reflib.lab.rows import Rows, short
 
@@ -86,7 +86,7 @@ def _says(lane: str, own: Sequence[Segment]) -> str:
 
 
 def _lanes(lanes: list[str], kinds: list[str], end: float, unit: str) -> Spec:
-    scale = {"domain": kinds, "range": [COLOURS[i % len(COLOURS)] for i in range(len(kinds))]}
+    scale = colours(kinds)
     legend = {"orient": "bottom", "columns": 2, "title": None} if len(kinds) > 1 else None
     x = {"type": "quantitative", "title": unit, "scale": {"domain": [0, end], "nice": False}}
     bar = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 HATCHES = ("", "//", "\\\\", "xx", "--", "||", "++")
 ALWAYS = ("eager", "TorchInductor", "reflib")  # have the first colours, in whatever order a figure has them, and alone
+LIMIT = "limit"  # has the last colour, and alone
 INK = "#222222"
 QUIET = "#6b6b6b"
 
@@ -80,19 +82,27 @@ def below_each_other(tall: Sequence[float], high: float, **more: Any) -> tuple[F
 
 
 def palette(cases: Sequence[str]) -> dict[str, int]:
-    """case -> its place in the palette: those of ALWAYS have the same in all figures, and no other has it."""
+    """case -> its place in the palette: those of ALWAYS and LIMIT have the same in all figures, and no other has it."""
     found: dict[str, int] = {}
     for case in sorted(cases, key=lambda case: case not in ALWAYS):  # "reflib" before "reflib, tuned"
         who = case.replace(",", " ").split(" ")[0]
         if who in ALWAYS and ALWAYS.index(who) not in found.values():
             found[case] = ALWAYS.index(who)
-    return found | {case: len(ALWAYS) + i for i, case in enumerate(c for c in cases if c not in found)}
+    grey = {LIMIT: len(COLOURS) - 1} if LIMIT in cases else {}
+    places = (i for i in itertools.count(len(ALWAYS)) if i not in grey.values())
+    return found | grey | {case: next(places) for case in cases if case not in found | grey}
 
 
 def colour(index: int) -> str:
     """Of a place in the palette; beyond its end the places behind ALWAYS begin again."""
     rest = COLOURS[len(ALWAYS) :]
     return COLOURS[index] if index < len(COLOURS) else rest[(index - len(ALWAYS)) % len(rest)]
+
+
+def colours(cases: Sequence[str]) -> dict[str, Any]:
+    """A scale of Vega-Lite: each case in the colour that it has in all figures."""
+    turn = palette(cases)
+    return {"domain": list(cases), "range": [colour(turn[case]) for case in cases]}
 
 
 def series_style(index: int) -> dict[str, Any]:

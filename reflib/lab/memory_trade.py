@@ -1,11 +1,14 @@
 """Two figures of what a forward saves: `lab.cut_picture` of a graph, `lab.trade` of memory against step time."""
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 
 from reflib.errors import LabError
-from reflib.lab.figures import COLOURS, INK, QUIET, Picture, below_each_other, figure, note, series_style, style
+from reflib.lab.figures import COLOURS, INK, PLAIN, QUIET, Picture, below_each_other, figure, note, series_style, style
 from reflib.lab.plots import RECORDED, nickname, short_bytes
 from reflib.lab.rivals import ORDER
 from reflib.lab.rows import Rows, short
@@ -34,10 +37,6 @@ def trade(
             for case, points in found.items():
                 look = series_style(cases.index(case))
                 ax.plot([x for _, x, _ in points], [y for *_, y in points], label=case, markersize=7, **look)
-                below = cases.index(case) % 2 == 1  # so that labels of near points do not collide
-                for label, x, y in points:
-                    shift, side = ((-4, -14), "right") if below else ((4, 6), "left")
-                    note(ax, label, (x, y), shift, ha=side, color=look["color"])
             ax.margins(0.12)
             places = [p for points in found.values() for p in points]
             ax.set_xlim(left=0.85 * min(x for _, x, _ in places))
@@ -46,6 +45,8 @@ def trade(
                 ax.set_ylim(bottom=min(0.9 * floor[1] / 1e3, ax.get_ylim()[0]))
                 ax.axhline(floor[1] / 1e3, color=INK, linewidth=1, linestyle=(0, (1, 2)))
                 note(ax, floor[0], (0.01, floor[1] / 1e3), (0, 3), xycoords=("axes fraction", "data"))
+            _name_points(ax, {series_style(cases.index(case))["color"]: points for case, points in found.items()})
+            ax.xaxis.set_major_formatter(PLAIN)
             ax.set_ylabel("ms per step")
             ax.set_title(name if len(panels) > 1 or name.endswith(RECORDED) else "")
         axes[-1].set_xlabel("MB at the peak of a step")
@@ -55,6 +56,28 @@ def trade(
         fig.legend([only[c] for c in shown], shown, loc="outside upper left", ncols=2)
     alt = _trade_alt(panels) + (f" A line at {short(floor[1] / 1e3)} ms: {floor[0]}." if floor else "")
     return figure(fig, caption=caption, alt=alt)
+
+
+SIDES = ((5, 5, "left"), (-5, -12, "right"), (5, -12, "left"), (-5, 5, "right"))  # of a point, in points
+
+
+def _name_points(ax: Axes, found: Mapping[str, Points]) -> None:
+    """Write each point's label in its colour, on that side of it that is furthest from points, lines and labels."""
+    at = ax.transData.transform
+    ways = [[at((x, y)) for _, x, y in points] for points in found.values()]
+    taken = [p for way in ways for p in way]
+    taken += [a + (b - a) * k / 10 for way in ways for a, b in itertools.pairwise(way) for k in range(1, 10)]
+    scale = ax.figure.dpi / 72
+    for colour, points in found.items():
+        for label, x, y in points:
+            here = at((x, y))
+            others = [p for p in taken if tuple(p) != tuple(here)]
+            middles = [here + (scale * (dx + (8 if dx > 0 else -8)), scale * (dy + 3)) for dx, dy, _ in SIDES]
+            room = [min((math.dist(m, p) for p in others), default=0.0) for m in middles]
+            best = room.index(max(room))
+            dx, dy, side = SIDES[best]
+            note(ax, label, (x, y), (dx, dy), ha=side, color=colour)
+            taken += [middles[best]] if label else []
 
 
 def _points(rows: Rows) -> dict[str, Points]:

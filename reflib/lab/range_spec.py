@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reflib.lab.figures import COLOURS, QUIET
+from reflib.lab.figures import QUIET, colours
 from reflib.lab.moving import stacked
 
 Lines = Mapping[str, list[tuple[float, float]]]
@@ -25,7 +25,7 @@ def range_spec(lines: Lines, served: Served, tuned: Sequence[int], x: str, capti
     ]  # fmt: skip
     colour = {
         "field": "case", "type": "nominal", "title": None,
-        "scale": {"domain": list(lines), "range": [COLOURS[i % len(COLOURS)] for i in range(len(lines))]},
+        "scale": colours(list(lines)),
     }  # fmt: skip
     scale = {"type": "log", "base": 2, "domain": [low / 1.1, high * 1.1], "nice": False}
     times = [t for some in lines.values() for _, t in some]

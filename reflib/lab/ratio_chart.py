@@ -68,7 +68,7 @@ def ratios(
             ax.set_ylim(len(shown) - 0.5, -0.5)
             if many:
                 ax.set_yticks([])
-                ax.set_ylabel(f"{len(shown)} cases, in the order of the rows")
+                ax.set_ylabel(f"{len(shown)} cases, in order")
             else:
                 ax.set_yticks(range(len(shown)), shown)
             if len(panels) > 1 or device.endswith(RECORDED):

@@ -70,12 +70,14 @@ def as_graph(kernel):
 
 
 def test_who_is_in_many_figures_has_the_same_colour_in_all():
-    from reflib.lab.figures import COLOURS, colour, palette
+    from reflib.lab.figures import COLOURS, colour, colours, palette
 
     assert palette(["reflib", "eager"]) == {"reflib": 2, "eager": 0}
     assert palette(["reflib, tuned", "reflib", "TorchInductor max-autotune", "by hand"]) == {
         "reflib, tuned": 3, "reflib": 2, "TorchInductor max-autotune": 1, "by hand": 4,
     }  # fmt: skip
+    assert palette(["limit", "a", "b", "c", "d", "reflib"]) == {"reflib": 2, "limit": 6, "a": 3, "b": 4, "c": 5, "d": 7}
+    assert colours(["limit", "reflib"]) == {"domain": ["limit", "reflib"], "range": [COLOURS[6], COLOURS[2]]}
     assert palette(["parts: 1", "parts: 4"]) == {"parts: 1": 3, "parts: 4": 4}
     assert not {colour(i) for i in range(3, 30)} & set(COLOURS[:3])
 

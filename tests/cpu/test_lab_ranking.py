@@ -84,7 +84,7 @@ def test_of_many_cases_the_losses_are_shown_and_the_others_fold() -> None:
     assert shown.count("<tr>") == 1 + 12 and folded.count("<tr>") == 1 + 38 and "The other 38 cases" in folded
     assert "1 x 2 x 8<" in shown and "1 x 2 x 400<" in folded
     picture = lab.ratios(board.rows, keys=("case",), caption="c")
-    assert "50 cases, in the order of the rows" in picture.svg and "1 x 2 x 400: 1.96" in picture.alt
+    assert "50 cases, in order" in picture.svg and "1 x 2 x 400: 1.96" in picture.alt
 
 
 # -- where reflib is much faster, what both compilers generated; the limit in a figure of bars --------
