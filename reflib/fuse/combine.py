@@ -26,6 +26,7 @@ from ..target import Target
 from .dependencies import dependencies
 from .emit import kind_of, order
 from .places import apart
+from .one_order import one_launch
 from .result import Fused
 from .split import reduces_columns
 
@@ -48,7 +49,7 @@ def combine(fused: Fused, options: Options, target: Target) -> Fused:
     end = max(set().union(*before), default=-1)
     alike: dict[Any, list[int]] = {}
     for i, node in enumerate(program.nodes):
-        if not isinstance(node, LoopNest) or not _small(node) or (node.reduced and options.batch_invariant):
+        if not isinstance(node, LoopNest) or not _small(node) or options.batch_invariant and not one_launch(node):
             continue
         # what reads nothing is first at any time: it waits for what needs it, or its storage would
         kind = (_shape(node), program.buffers[node.writes()[0]].device, bool(node.reads()))

@@ -51,6 +51,7 @@ from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies
 from .mapping import fresh
+from .one_order import has_order, of_softmax, pieces_by_length
 from .result import Fused
 
 BLOCK = 64  # a piece's length is a multiple of this where possible: generated loops go over rows in such steps
@@ -65,7 +66,6 @@ SECOND = 4_000_000  # bytes that a GPU moves in the time of the second kernel: 1
 MOST = 512  # pieces, for a second step that is short
 WAVES = 16  # programs per multiprocessor, some 6 at a time: so many that few of these idle while the last ones end
 RICH = 1 << 16  # elements of a piece beside which its start is short
-LONG = 1 << 18  # a row for which one program takes 10 us or more
 _PLAIN = ("sum", "prod", "max", "min", "any", "all")  # which a part's result is reduced by
 _KINDS = (*_PLAIN, "argmax", "argmin", "m2")
 
@@ -84,7 +84,8 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
             nodes.append(node)
             continue
         pieces, least = _pieces(program, depends, position, node, options, target)
-        rows = _rows(program, depends, position, node) or (_long_rows(node, pieces, enough) if pieces > 1 else 0)
+        rows = 0 if options.batch_invariant else _rows(program, depends, position, node)
+        rows = rows or (_long_rows(node, pieces, enough) if pieces > 1 and not options.batch_invariant else 0)
         if product(a.size for a in node.axes[:rows]).hint() >= enough:
             first, node = _by_rows(node, rows, buffers)
             nodes.append(first)
@@ -151,8 +152,10 @@ def _pieces(
 ) -> tuple[int, int]:
     """Into how many parts a row should be cut (1: not at all); and how many equal parts are better than unequal ones,
     at least (0: only about as many). Neighbours of unequal parts are kernels of their own."""
-    if options.batch_invariant:
-        return pieces_by_length(loops), 0
+    if options.batch_invariant and has_order(loops):
+        columns = reduces_columns(loops)
+        whole = not columns and of_softmax(program, depends, position, loops)
+        return pieces_by_length(loops.rnumel.constant, columns, whole, target.is_gpu), 0
     pieces = pieces_wanted(loops, program.buffers, target)
     if pieces == 1 or not target.is_gpu or not reduces_columns(loops):
         return pieces, 0
@@ -226,12 +229,6 @@ def pieces_wanted(loops: LoopNest, buffers: dict[str, Buffer], target: Target, c
     while pieces < wanted and pieces * 4 <= length:
         pieces *= 2
     return pieces
-
-
-def pieces_by_length(loops: LoopNest) -> int:
-    """The same for ``Options.batch_invariant``: whatever the number of rows, and of this machine's processors."""
-    length = loops.rnumel.constant
-    return 1 if length is None or length < LONG else min(MOST, 1 << (length // LONG).bit_length() + 2)
 
 
 def _idle_bytes(loops: LoopNest, buffers: dict[str, Buffer], target: Target) -> int:

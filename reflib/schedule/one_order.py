@@ -7,6 +7,7 @@ would give, and static and symbolic lengths agree. Where memory runs across rows
 program holds as many rows as fill a sector; which of the two it is depends on strides along the row, and on no size.
 """
 
+from ..fuse.one_order import LANES as COLUMN_LANES
 from ..ir.program import Assume, Config
 from ..options import Options
 from ..target import Target
@@ -14,7 +15,6 @@ from .axes import step
 from .heuristics import Traffic, nearest_pow2
 
 LANES = 1024  # of a row that is contiguous
-COLUMN_LANES = 128
 FULL = 4096  # elements of a program
 
 
