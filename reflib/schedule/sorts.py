@@ -2,8 +2,10 @@
 
 A step of a sorting network exchanges elements at a distance that is a power of two: within a thread, between lanes by
 shuffles, or between warps through shared memory, with a barrier. So a row of up to 4 elements per lane takes a part of
-a warp, and a program has four warps; of longer ones, a program is one warp. Where memory runs across rows, lanes go
-along these, and a thread holds as much of its row as its registers allow.
+a warp, and a program has four warps; of longer ones, a program is one warp. But where rows are so few that they leave
+schedulers idle, all that counts is how long one row takes: a long row is spread over more warps, which exchange in a
+few steps only (3 of 55 for 1,024 elements and 4 warps). Where memory runs across rows, lanes go along these, and a
+thread holds as much of its row as its registers allow.
 
 A scan combines twice per element within threads, five times per lane between lanes, and more between warps, which wait
 for each other. Where a combination takes long (an exponential), that counts: one block of 16 warps per row of 5,178
@@ -19,6 +21,7 @@ from .heuristics import READ_BYTES, Traffic, filling
 
 LANES = 32  # rows that lanes go along
 HELD = 32  # elements per thread, at most
+BUSY = 8  # warps per multiprocessor: two per scheduler, of which one computes while the other waits
 
 
 def sorts(
@@ -41,6 +44,8 @@ def sorts(
     else:
         xblock, warps = 1, 1
     xblock, warps = filling(rows, xblock, warps, target)
+    while xblock == 1 and rows * warps < BUSY * target.units and warps * target.warp * each < rblock:
+        warps *= 2
     return Config("persistent", xblock=xblock, rblock=rblock, num_warps=warps), ()
 
 

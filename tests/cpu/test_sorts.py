@@ -2,6 +2,7 @@
 code. (That runs in test_triton_programs.)"""
 
 import importlib.util
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -135,6 +136,21 @@ def test_what_stays_a_call() -> None:
     for dtype in WIDE:
         assert calls(lambda x: x.sort(-1).values, torch.ones(9, 64, dtype=dtype)) == 0
         assert calls(lambda x: x.argsort(-1), torch.ones(9, 64, dtype=dtype)) == 1
+
+
+@needs_triton
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("seed", range(12))
+def test_few_long_rows_take_more_warps(seed: int) -> None:
+    """Few rows leave schedulers idle: a row of over 128 keys has as many warps as those, down to a few keys per
+    thread. Of many rows each is sorted by one warp."""
+    g = random.Random(seed)
+    n, units = g.randint(129, 1024), parse_target("sm_90").units
+    rows = g.choice([g.randint(1, 200), g.randint(201, 3 * units), g.randint(8 * units, 99999)])
+    fn = g.choice([lambda x: x.sort(dim=-1, stable=True), lambda x: x.topk(100), lambda x: x.median(-1)])
+    (k,) = [k for k in explain(fn, torch.ones(rows, n), target="sm_90").kernels if "tl.sort(" in k.source]
+    assert k.grid.constant == rows and (k.num_warps == 1) == (rows >= 8 * units)
+    assert rows * k.num_warps >= 8 * units or k.num_warps * 32 * 4 >= n / 2
 
 
 @needs_triton
