@@ -50,7 +50,7 @@ from .shared_parts import RUN
 
 MOST = 16  # pieces that are looked at
 STORES, READ, FEW = 32, 2, 4  # of a kernel that stores several pieces; elements read for each; pieces per part
-PIECE, SECTORS = 16, 64  # bytes
+PIECE, SECTORS = 16, 32  # bytes
 SKIPPED = 2  # instructions of a load whose mask holds nowhere in a warp
 
 

@@ -21,7 +21,8 @@ from .rules import Unsupported, rule
 # Beyond this many, one compare per input and element costs more than a call of ATen's cat.
 MAX_CAT_INPUTS = 16
 MANY, LENGTHS = 64, 4  # ... unless a GPU's kernel is cut where they meet (``fuse.pieces``); different lengths of those
-RUN, PIECE = 64, 16  # bytes: of shorter rows, a store of their own touches as much as a copy would; multiples of these
+SECTOR, PIECE = 32, 16  # ... bytes: the least run of each of those, and of what it is a multiple
+RUN = 64  # bytes: of shorter rows, a store of their own touches as much as a copy would
 
 
 def axis(dim: int, n: int) -> int:
@@ -94,7 +95,7 @@ def _cut(cx: LoweringContext, parts: Sequence[View], d: int) -> bool:
     row = cx.low.symbols.exprs(cx.fakes[0].stride())[d] * cx.dtype.itemsize
     lengths = {(t.shape[d] * row).constant or 0 for t in parts}
     few = len(parts) <= MANY and len(lengths) <= LENGTHS
-    return cx.on_gpu and few and all(n >= RUN and n % PIECE == 0 for n in lengths)
+    return cx.on_gpu and few and all(n >= SECTOR and n % PIECE == 0 for n in lengths)
 
 
 def _runs(cx: LoweringContext, parts: Sequence[View], d: int) -> list[list[int]] | None:
