@@ -27,6 +27,7 @@ def dynamo_graph_to_aten(
     forward graph and, possibly only when it is first needed, for the backward graph; it returns a callable that takes a
     list of inputs. ``rewrite``: of the joint graph, before it is cut into these two."""
     from torch._dynamo.backends.common import aot_autograd
+
     donated: list[int] = []
 
     def compiler(name: str) -> Callable[..., Any]:
