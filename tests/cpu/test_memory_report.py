@@ -17,6 +17,7 @@ from reflib.observe import eager_memory
 from reflib.plan.memory import memory
 from reflib.plan.order import search
 from reflib.plan.peak import as_kernels
+from reflib.plan.steps import Alloc
 
 
 class Block(nn.Module):
@@ -242,8 +243,12 @@ def test_saved_activations_go_when_the_plan_says(wrapper):
 
     ws = [torch.randn(16, 16, requires_grad=True) for _ in range(3)]
     x = torch.randn(128, 16)
-    e = reflib.explain(net, x, ws)
+    e = reflib.explain(net, x, ws, wrapper=wrapper)
     kept = {b for b in e.backward.scheduled.inputs if b in e.backward.memory.changes[0].born} - {"tangents_1"}
+    taken = [s for s in e.backward.stages.plan.steps if isinstance(s, Alloc) and s.reuse]
+    assert any(s.reuse in kept for s in taken) == (wrapper == "python")
+    for s in taken:  # what has their memory after them
+        kept |= {s.buffer} if s.reuse in kept else set()
     looks = {n.name for n in e.backward.scheduled.nodes if "look" in str(getattr(n, "target", ""))}
     planned = [sum(n for b, n in m.live if b in kept) for m in e.backward.memory.moments if m.label in looks]
     torch._dynamo.reset()
