@@ -106,7 +106,7 @@ def test_one_kernel(form, masks):
     }[form.__name__]  # fmt: skip
 
 
-@pytest.mark.sample(22)
+@pytest.mark.sample(25)
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted(name, request):
     assert results("flex_interpreting.py", *chosen(request))[name] == ""
