@@ -127,9 +127,10 @@ def of_kernel(name: str, source: str, arch: str, error: Exception, by_hand: str 
     kept = keep(files)
     where = f"$ cd {shlex.quote(str(kept))} && {run}" if kept and (by_hand or ptx) else ""
     used = ", ".join(re.findall(r"Used \d+ registers[^\n]*", message))
-    about = re.search(rf"^def {name}\([^#]*# (.* at .*)", source, re.M)  # the ops, and the user's line
+    about = re.search(rf"^def {name}\([^#]*#( .* at .*)", source, re.M)  # the ops, and the user's line
+    of = f" ({about[1].strip()})" if about else ""
     lines = [
-        f"Triton refused kernel {name} for {arch}{f' ({about[1]})' if about else ''}: {message}", where, f"{name}{'.ptx' if ptx else ''}:",
+        f"Triton refused kernel {name} for {arch}{of}: {message}", where, f"{name}{'.ptx' if ptx else ''}:",
         marked(shown, line), used, advice(message),
     ]  # fmt: skip
     return "\n".join(x for x in lines if x)

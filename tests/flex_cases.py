@@ -114,6 +114,10 @@ def document(b, h, i, j, c):  # type: ignore[no-untyped-def]
     return (c["documents"][b, i] == c["documents"][b, j]) & (i >= j)
 
 
+def per_head(b, h, i, j, c):  # type: ignore[no-untyped-def]
+    return (i >= j) & (i - j <= (h + 1) * 20)
+
+
 def padded(b, h, i, j, c):  # type: ignore[no-untyped-def]
     """Rows from the third hundred on have no keys at all."""
     return (j < c["lengths"][b]) & (i < 200)
@@ -136,6 +140,11 @@ def temperature(s, b, h, i, j, t):  # type: ignore[no-untyped-def]
     return s / t[h, j].abs().sqrt().sqrt()
 
 
+def band(s, b, h, i, j, t):  # type: ignore[no-untyped-def]
+    """A mask by the scores alone: whole blocks are minus infinity."""
+    return torch.where(j < i + 3, s, -float("inf"))
+
+
 GQA = (("enable_gqa", True),)
 LSE = (("return_lse", True),)
 AUX = (("return_aux", flex.AuxRequest(lse=True, max_scores=True)),)
@@ -151,6 +160,9 @@ CASES = {
     "capped": Case((1, 2, 150, 16), (1, 2, 150), mask=causal, score=capped, options=LSE),
     "temperature": Case((1, 2, 70, 16), (1, 2, 90), score=temperature),
     "grouped": Case((2, 6, 160, 16), (2, 2, 160), mask=causal, score=alibi, options=GQA),
+    "decode": Case((1, 8, 1, 64), (1, 2, 300), score=alibi, options=GQA, trains=False),
+    "a mask per head": Case((1, 4, 140, 16), (1, 2, 140), mask=per_head, score=alibi, options=GQA),
+    "infinite scores": Case((1, 2, 130, 16), (1, 2, 130), score=band, options=LSE),
     "empty rows": Case((2, 2, 300, 16), (2, 2, 260), mask=padded, options=LSE),
     "small blocks": Case((1, 2, 150, 16), (1, 2, 150), mask=window, block=32),
     "large blocks": Case((1, 2, 150, 16), (1, 2, 130), mask=causal, block=1024),

@@ -36,6 +36,11 @@ _ADVICE = (
         "torch.export.register_dataclass(cls, serialized_type_name=...)",
     ),
     (
+        ("is not tracked with proxy",),
+        "A function of flex_attention's that reads a tensor which is not contiguous: give it x.contiguous(), or export "
+        "the model with torch.export.export(..., strict=True), which captures it, and give that program",
+    ),
+    (
         ("same device", "different devices", "two devices", "expected device"),
         "A tensor that is not the module's own (a global's, a closure's) stays where it is: make it a buffer, or make "
         "it in forward with device=x.device",

@@ -210,8 +210,8 @@ class KernelCall:
             raise LoweringError(f"{named} no sizes: give it one to three")
         for axis, (size, most) in enumerate(zip(grid, (2**31 - 1, 2**16 - 1, 2**16 - 1))):
             if not isinstance(size, (int, Expr)) or isinstance(size, Expr) and self.cx.low.symbols.is_float(size):
-                what = f"a {'float' if isinstance(size, Expr) else type(size).__name__}"
-                raise LoweringError(f"{named} {size} programs in axis {axis}, {what}: give it an int, as by triton.cdiv")
+                kind = "float" if isinstance(size, Expr) else type(size).__name__
+                raise LoweringError(f"{named} {size} programs in axis {axis}, a {kind}: give it an int (triton.cdiv)")
             if (known := expr(size).constant) is not None and not 0 <= known <= most:
                 raise LoweringError(f"{named} {size} programs in axis {axis}; the limit is {most}")
         sizes = tuple(map(expr, grid))

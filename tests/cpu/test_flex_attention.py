@@ -106,7 +106,7 @@ def test_one_kernel(form, masks):
     }[form.__name__]  # fmt: skip
 
 
-@pytest.mark.sample(22)
+@pytest.mark.sample(25)
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted(name, request):
     assert results("flex_interpreting.py", *chosen(request))[name] == ""
@@ -240,3 +240,21 @@ def test_float64_is_packaged_too(tmp_path):
     q = torch.randn(1, 2, 20, 8, dtype=torch.float64)
     path = reflib.aot_compile(model, (q,), tmp_path / "f.reflib", archs=["cpu"])
     torch.testing.assert_close(reflib.load(path)(q), model(q), rtol=1e-12, atol=1e-12)
+
+
+def test_a_captured_tensor_that_is_not_contiguous_is_exported(tmp_path):
+    """PyTorch refuses it, unless it is asked strictly; the error says both ways out."""
+    q, bias = torch.randn(1, 2, 20, 8), torch.randn(20, 40)[:, ::2].t()
+
+    def scored(q, bias):
+        return flex_attention(q, q, q, lambda s, b, h, i, j: s + bias[i, j])
+
+    def package(model):
+        args = (q, bias) if isinstance(model, torch.nn.Module) else None
+        return reflib.load(reflib.aot_compile(model, args, tmp_path / "f.reflib", archs=["cpu"]))
+
+    with pytest.raises(reflib.ReflibError, match=r"not tracked with proxy(?s:.*)give it x.contiguous\(\), or export"):
+        package(Alone(scored))
+    strict = torch.export.export(Alone(scored), (q, bias), strict=True)
+    for model in (Alone(lambda q, bias: scored(q, bias.contiguous())), strict):
+        torch.testing.assert_close(package(model)(q, bias), scored(q, bias))

@@ -139,7 +139,7 @@ def test_a_grid_of_a_size_divided() -> None:
     def fn(x: Tensor) -> Tensor:
         return of(plain, 8, grid=(x.shape[0] / 8,))(x)
 
-    with pytest.raises(Exception, match="kernel plain has a grid of .* programs in axis 0, a float"):
+    with pytest.raises(Exception, match=r"kernel plain has a grid of .* programs in axis 0, a float"):
         explain(fn, torch.randn(24), target="sm_90", dynamic=True)
 
 
