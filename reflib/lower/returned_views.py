@@ -66,9 +66,10 @@ def _source(node: Node) -> Node | None:
 
 
 def _view(low: Lowering, node: Node, source: Node, base: View) -> View:
-    if node.target in LAZY:
-        return base
     cx = _context(low, node)
+    given = source.op == "placeholder" and node.target in LAZY and LAZY[node.target](source.meta["val"])
+    if node.target in LAZY and not given:
+        return base  # (an input that is conjugated or negated is no plain memory: the op makes it that)
     if node.target not in REINTERPRET:
         return alias(cx, base, source.meta["val"], node.meta["val"])
     return extern(cx, node.target, (base, *low.arguments(node.args[1:])), {}, "a result that is a view")

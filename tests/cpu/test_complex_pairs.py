@@ -163,3 +163,12 @@ def test_strides_of_what_is_made_of_a_complex_tensor_are_those_of_eager(fn, dyna
     got, want = reflib.compile(fn, dynamic=dynamic)(x), fn(x)
     assert got.stride() == want.stride()
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_view_of_a_conjugated_input():
+    z = torch.randn(3, 4, dtype=torch.complex64).conj()
+    for fn in (lambda z: torch._neg_view(z.real), lambda z: (z.imag, z.imag + 1, z.conj().real)):
+        got, want = (r if isinstance(r, tuple) else (r,) for r in (reflib.compile(fn)(z), fn(z)))
+        for g, w in zip(got, want, strict=True):
+            assert g.is_neg() == w.is_neg() and g.stride() == w.stride() and torch.equal(g, w)
+            assert (g.data_ptr() == z.data_ptr()) == (w.data_ptr() == z.data_ptr())
