@@ -244,7 +244,7 @@ def explain(
 
 
 def _taken(graphs: list[Stages]) -> list[Stages]:
-    """For a target nothing is compiled: so that no kernel is shown that cannot be, Triton parses those of the user's."""
+    """For a target nothing is compiled: so that no kernel is shown that cannot be, Triton parses those of the user."""
     for s in graphs:
         if s.options.target is not None and s.scheduled is not None and s.kernels is not None:
             expect_taken(s.scheduled, s.kernels, parse_target(s.options.target))
