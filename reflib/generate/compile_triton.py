@@ -101,6 +101,7 @@ def alike(kernels: Iterable[Kernel]) -> dict[Kernel, Kernel]:
     return {k: first.setdefault(_nameless(k) if k.language == "triton" else k, k) for k in kernels}
 
 
+@functools.lru_cache(1024)  # asked for when building begins, when kernels are bound, and by ``compile_kernel``
 def _nameless(kernel: Kernel) -> Kernel:
     """What the machine code follows from: no comments, no grid, numbers for names of the function and its pointers."""
     numbers = {pointer_name(b): f"<{i}>" for i, (b, _) in enumerate(kernel.buffers)}
