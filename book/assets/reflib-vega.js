@@ -18,14 +18,33 @@
     };
   }
 
-  // Vega-Lite cannot fit several views to their container, so a figure that asks for it (usermeta.fit) gets numbers.
-  function fit(spec, width) {
-    if (!spec.usermeta || !spec.usermeta.fit || !width) return;
+  // Vega-Lite cannot fit several views to their container, so a figure that asks for it (usermeta.fit) gets numbers: a
+  // guess of the room for labels, and then what the guess leaves over, as a drawing that is not shown tells.
+  function fits(spec, width) {
+    return spec.usermeta && spec.usermeta.fit && spec.vconcat && width;
+  }
+
+  function guess(spec, width) {
     const labels = Math.min(170, Math.round(0.4 * width));
-    (spec.vconcat || []).forEach(function (view) {
-      view.width = Math.max(90, Math.min(view.width, width - labels - 50));
+    spec.vconcat.forEach(function (view) {
+      view.width = Math.max(90, width - labels - 50);
       const y = view.encoding && view.encoding.y;
       if (y && y.axis && y.axis.labelLimit) y.axis.labelLimit = labels;
+    });
+  }
+
+  function fit(spec, place, options) {
+    const width = place.clientWidth;
+    if (!fits(spec, width)) return Promise.resolve();
+    guess(spec, width);
+    const trial = document.createElement("div");
+    trial.style.cssText = "position: absolute; visibility: hidden";
+    place.appendChild(trial);
+    return vegaEmbed(trial, spec, options).then(function (drawn) {
+      const left = width - Math.ceil(trial.querySelector("svg").getBoundingClientRect().width);
+      spec.vconcat.forEach(function (view) { view.width = Math.max(90, view.width + left); });
+      drawn.finalize();
+      trial.remove();
     });
   }
 
@@ -59,9 +78,10 @@
         canvas.className = "reflib-vega-canvas";
         place.appendChild(canvas);
       }
-      fit(spec, place.clientWidth);
       const options = { actions: false, renderer: "svg", config: colours() };
-      vegaEmbed(canvas, spec, options).then(function (drawn) {
+      fit(spec, place, options).then(function () {
+        return vegaEmbed(canvas, spec, options);
+      }).then(function (drawn) {
         quiet(canvas);
         tell(place, drawn.view);
       }).catch(function (error) {
