@@ -41,7 +41,8 @@
     trial.style.cssText = "position: absolute; visibility: hidden";
     place.appendChild(trial);
     return vegaEmbed(trial, spec, options).then(function (drawn) {
-      const left = width - Math.ceil(trial.querySelector("svg").getBoundingClientRect().width);
+      const drawnWidth = trial.querySelector("svg").viewBox.baseVal.width;  // before the page shrinks it
+      const left = Math.floor(width - drawnWidth);
       spec.vconcat.forEach(function (view) { view.width = Math.max(90, view.width + left); });
       drawn.finalize();
       trial.remove();
