@@ -80,9 +80,12 @@
         place.appendChild(canvas);
       }
       const options = { actions: false, renderer: "svg", config: colours() };
+      const turn = place.turn = (place.turn || 0) + 1;
+      place.drawnFor = place.clientWidth;
       fit(spec, place, options).then(function () {
-        return vegaEmbed(canvas, spec, options);
+        return place.turn === turn ? vegaEmbed(canvas, spec, options) : null;  // else a later drawing is under way
       }).then(function (drawn) {
+        if (!drawn) return;
         quiet(canvas);
         tell(place, drawn.view);
       }).catch(function (error) {
@@ -93,12 +96,15 @@
 
   function start() {
     draw();
-    let width = window.innerWidth;
-    window.addEventListener("resize", function () {
-      if (Math.abs(window.innerWidth - width) < 40) return;
-      width = window.innerWidth;
-      draw();
+    const places = Array.from(document.querySelectorAll(".reflib-vega"));
+    let timer = 0;
+    const seen = new ResizeObserver(function () {  // also when a sidebar moves; its widths on the way do not count
+      clearTimeout(timer);
+      timer = setTimeout(function () {
+        if (places.some(function (p) { return Math.abs(p.clientWidth - p.drawnFor) >= 40; })) draw();
+      }, 200);
     });
+    places.forEach(function (place) { seen.observe(place); });
     new MutationObserver(draw).observe(document.documentElement, { attributeFilter: ["data-theme"] });
   }
   if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", start);
