@@ -18,14 +18,34 @@
     };
   }
 
-  // Vega-Lite cannot fit several views to their container, so a figure that asks for it (usermeta.fit) gets numbers.
-  function fit(spec, width) {
-    if (!spec.usermeta || !spec.usermeta.fit || !width) return;
+  // Vega-Lite cannot fit several views to their container, so a figure that asks for it (usermeta.fit) gets numbers: a
+  // guess of the room for labels, and then what the guess leaves over, as a drawing that is not shown tells.
+  function fits(spec, width) {
+    return spec.usermeta && spec.usermeta.fit && spec.vconcat && width;
+  }
+
+  function guess(spec, width) {
     const labels = Math.min(170, Math.round(0.4 * width));
-    (spec.vconcat || []).forEach(function (view) {
-      view.width = Math.max(90, Math.min(view.width, width - labels - 50));
+    spec.vconcat.forEach(function (view) {
+      view.width = Math.max(90, width - labels - 50);
       const y = view.encoding && view.encoding.y;
       if (y && y.axis && y.axis.labelLimit) y.axis.labelLimit = labels;
+    });
+  }
+
+  function fit(spec, place, options) {
+    const width = place.clientWidth;
+    if (!fits(spec, width)) return Promise.resolve();
+    guess(spec, width);
+    const trial = document.createElement("div");
+    trial.style.cssText = "position: absolute; visibility: hidden";
+    place.appendChild(trial);
+    return vegaEmbed(trial, spec, options).then(function (drawn) {
+      const drawnWidth = trial.querySelector("svg").viewBox.baseVal.width;  // before the page shrinks it
+      const left = Math.floor(width - drawnWidth);
+      spec.vconcat.forEach(function (view) { view.width = Math.max(90, view.width + left); });
+      drawn.finalize();
+      trial.remove();
     });
   }
 
@@ -59,9 +79,13 @@
         canvas.className = "reflib-vega-canvas";
         place.appendChild(canvas);
       }
-      fit(spec, place.clientWidth);
       const options = { actions: false, renderer: "svg", config: colours() };
-      vegaEmbed(canvas, spec, options).then(function (drawn) {
+      const turn = place.turn = (place.turn || 0) + 1;
+      place.drawnFor = place.clientWidth;
+      fit(spec, place, options).then(function () {
+        return place.turn === turn ? vegaEmbed(canvas, spec, options) : null;  // else a later drawing is under way
+      }).then(function (drawn) {
+        if (!drawn) return;
         quiet(canvas);
         tell(place, drawn.view);
       }).catch(function (error) {
@@ -72,12 +96,15 @@
 
   function start() {
     draw();
-    let width = window.innerWidth;
-    window.addEventListener("resize", function () {
-      if (Math.abs(window.innerWidth - width) < 40) return;
-      width = window.innerWidth;
-      draw();
+    const places = Array.from(document.querySelectorAll(".reflib-vega"));
+    let timer = 0;
+    const seen = new ResizeObserver(function () {  // also when a sidebar moves; its widths on the way do not count
+      clearTimeout(timer);
+      timer = setTimeout(function () {
+        if (places.some(function (p) { return Math.abs(p.clientWidth - p.drawnFor) >= 40; })) draw();
+      }, 200);
     });
+    places.forEach(function (place) { seen.observe(place); });
     new MutationObserver(draw).observe(document.documentElement, { attributeFilter: ["data-theme"] });
   }
   if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", start);
