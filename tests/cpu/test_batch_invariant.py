@@ -98,13 +98,20 @@ def test_long_rows_are_cut_by_their_length() -> None:
 # -- what a GPU gets ----------------------------------------------------------------------------------
 def order(kernel: Any) -> tuple[str, ...]:
     """All that decides in which order a kernel adds up: its blocks along sums, the instructions of its products, and
-    how often a row is combined. (Rows per program and warps do not: sums in pairs say the order.)"""
+    how often a row is combined. (Rows per program and warps do not: sums in pairs say the order. Nor do the sides of a
+    product's block, if four warps together multiply it with 64 rows: wgmma.)"""
     source = kernel.source
     assert "tl.atomic" not in source
-    blocks = re.findall(r"([RMNK]BLOCK): tl\.constexpr = (\d+)", source)
-    assert not re.findall(r"tl\.(?:sum|cumsum)\((?!tl\.reshape)", source.partition("def k")[2])
-    made = [b + n for b, n in blocks] + re.findall(r"sum_in_pairs\(|tl\.dot\(.*\)", source.partition("def k")[2])
-    return (*made, str(kernel.num_warps) if "tl.dot" in source else "")
+    body = source.partition("def k")[2]
+    assert not re.findall(r"tl\.(?:sum|cumsum)\((?!tl\.reshape)", body)
+    blocks = dict(re.findall(r"([RMNK]BLOCK): tl\.constexpr = (\d+)", source))
+    products = re.findall(r"tl\.dot\(.*\)", body)
+    if products and "input_precision" not in products[0]:
+        rows = blocks.pop("NBLOCK" if "b.T, a.T" in products[0] else "MBLOCK")
+        assert int(rows) >= 64 and kernel.num_warps % 4 == 0
+        return f"depth {blocks['KBLOCK']}", *("wgmma" for _ in products)
+    made = [b + n for b, n in blocks.items()] + products + re.findall(r"sum_in_pairs\(", body)
+    return (*made, str(kernel.num_warps) if products else "")
 
 
 @pytest.mark.sample(8)
