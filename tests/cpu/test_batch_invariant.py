@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 
 import reflib
+from reflib.fuse import one_order
+from reflib.lower import depth_in_parts
+from reflib.schedule import one_order as launches
 from tests.invariance_cases import CASES, DTYPES, case, chains, parts, same, variant
 
 ON: dict[str, Any] = {"batch_invariant": True}
@@ -130,3 +133,79 @@ def test_a_gpus_kernels_have_the_same_order(name: str, dtype: torch.dtype) -> No
             e = reflib.explain(fn, *args, *others, target="sm_90", **ON)
         seen.add(tuple(sorted(o for k in e.kernels if (o := order(k)) != ("",))))
     assert len(seen) == 1
+
+
+def gpu(fn: Any, *args: Any) -> list[str]:
+    """The sources of a GPU's kernels."""
+    return [k.source for k in reflib.explain(fn, *args, target="sm_90", **ON).kernels]
+
+
+def pieces(length: int, columns: bool, rows: int) -> list[str]:
+    x = torch.empty(rows, length, 64) if columns else torch.empty(rows, length)
+    return [line.partition("reducing ")[2] for text in gpu(lambda x: x.sum(1), x) for line in text.splitlines()
+            if "reducing" in line]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("columns", "length", "want"),
+    [
+        (True, 512, ["512"]), (True, 513, ["320", "2"]), (True, 8192, ["256", "32"]), (True, 300_000, ["600", "500"]),
+        (False, 16_000, ["16000"]), (False, 16_384, ["4096", "4"]), (False, 200_704, ["6272", "32"]),
+    ],
+)  # fmt: skip
+def test_a_gpu_cuts_by_the_length_alone(columns: bool, length: int, want: list[str]) -> None:
+    assert [pieces(length, columns, rows) for rows in (1, 2, 300)] == [want] * 3
+
+
+def test_batch_statistics_are_cut() -> None:
+    """Of a batch norm in training, whichever way its input lies; softmax keeps its rows whole."""
+    x = torch.empty(32, 64, 56, 56)
+    for y in (x, x.to(memory_format=torch.channels_last)):
+        first, *_ = gpu(lambda x: F.batch_norm(x, None, None, training=True), y)
+        assert "_part0" in first
+    assert not any("sum_1_part" in text for text in gpu(lambda x: x.softmax(-1), torch.empty(4096, 50_257)))
+
+
+def test_short_sums_share_a_launch() -> None:
+    """As rows of one length, of no more lanes than columns have: with and without others their order is the same."""
+    assert one_order.LANES <= launches.LANES
+
+    def sums(*xs: torch.Tensor) -> list[torch.Tensor]:
+        return [x.sum(1) for x in xs]
+
+    def lanes(*xs: torch.Tensor) -> set[str]:
+        return {n for text in gpu(sums, *xs) for n in re.findall(r"RBLOCK: tl\.constexpr = (\d+)", text)}
+
+    columns, rows = torch.empty(60, 20, 64), torch.empty(700, 20)
+    assert len(gpu(sums, columns, columns.clone())) == 1
+    assert lanes(columns, rows) == lanes(columns) == lanes(rows) == {"32"}
+    assert len(gpu(sums, *(torch.empty(60, one_order.LANES + 1) for _ in range(2)))) == 2
+
+
+def test_deep_products_are_cut_by_their_depth() -> None:
+    assert [depth_in_parts.parts(k) for k in (None, 16_383, 16_384, 100_352, 1 << 18, 1 << 24, 16_411)] == [
+        1, 1, 4, 28, 64, 128, 1,
+    ]  # fmt: skip
+    for m in (1, 40, 3000):
+        first, second = gpu(torch.mm, torch.empty(m, 1 << 15), torch.empty(1 << 15, 70))
+        assert f"8 of {m} x 70, depth 4096" in first and "reducing 8" in second
+
+
+def test_rows_are_added_in_their_order() -> None:
+    """On a GPU by sorting, never by atomic additions of floats."""
+    index, x, y = torch.zeros(500, dtype=torch.int64), torch.empty(90, 8), torch.empty(500, 8)
+
+    def calls(fn: Any) -> str:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", reflib.BatchVariantWarning)
+            return str(reflib.explain(fn, x, index, y, target="sm_90", **ON).program)
+
+    wide: Any = lambda i: i[:, None].expand(500, 8)  # noqa: E731
+    for fn in (
+        lambda x, i, y: x.index_add(0, i, y), lambda x, i, y: x.scatter_add(0, wide(i), y),
+        lambda x, i, y: x.scatter_reduce(0, wide(i), y, "sum"),
+        lambda x, i, y: x.scatter_reduce(0, wide(i), y, "mean", include_self=False),
+    ):  # fmt: skip
+        text = calls(fn)
+        assert "aten.index_put" in text and "sums" not in "".join(re.findall(r"store .*atomic", text))
+    assert "aten.scatter_add" in calls(lambda x, i, y: x.scatter_add(0, wide(i).clone(), y))  # an index per element
