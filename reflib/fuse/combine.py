@@ -25,8 +25,8 @@ from ..options import Options
 from ..target import Target
 from .dependencies import dependencies
 from .emit import kind_of, order
-from .places import apart
 from .one_order import one_launch
+from .places import apart
 from .result import Fused
 from .split import reduces_columns
 

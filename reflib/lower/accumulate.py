@@ -5,8 +5,8 @@ each element where it belongs. The second may compute ``new`` itself. Half dtype
 its own, and rounded once. That buffer has a row for each index instead of one for each row of the result where this
 moves less (``_by_slots``).
 
-On a GPU only; on a CPU, and with ``atomics=False``, these ops are calls of ATen. Rows of floats that are added on a GPU
-without atomics of ours are a call of ``index_put``: it sorts the places and adds the rows of one in their order, in
+On a GPU only; on a CPU, and with ``atomics=False``, these ops are calls of ATen. With ``batch_invariant`` rows of floats
+are added by a call of ``index_put`` (``sorted_rows``): it sorts the places and adds the rows of one in their order, in
 float32, where ATen's own ``index_add`` has atomic additions as well, for halves slow ones in 16 bits.
 **The order of the additions varies from run to run**, and with it the last bits of floating-point sums, as in
 TorchInductor's kernels and in some of eager's (those of ``scatter_add``; those of ``index_put`` and of embeddings sort
@@ -108,10 +108,12 @@ def broadcast(shapes: Sequence[Sequence[Expr]]) -> list[Expr]:
 
 
 def sorted_rows(cx: LoweringContext, x: View, dim: int, index: View, new: View) -> View | None:
-    """``new`` added to the rows of ``x``, along ``dim``, that ``index`` names, in their order; None: not so, or there is
-    no need to. ``index``: of one dimension, or the same for all elements of a row."""
+    """``new`` added to the rows of ``x``, along ``dim``, that ``index`` names, in their order, for
+    ``batch_invariant``; None: not so. ``index``: of one dimension, or the same for all elements of a row."""
     d, others = axis(dim, len(x.shape)), range(len(x.shape))
-    if possible(cx, cx.dtype) or not cx.on_gpu or not cx.dtype.is_floating_point or len(new.shape) != len(x.shape):
+    if not cx.low.options.batch_invariant or not cx.on_gpu or not cx.dtype.is_floating_point:
+        return None
+    if len(new.shape) != len(x.shape):
         return None
     if any(a != b for i, (a, b) in enumerate(zip(x.shape, new.shape)) if i != d):
         return None
@@ -225,7 +227,7 @@ def scatter_reduce(
         out = sorted_rows(cx, x, dim, index, new)
         return accumulate(cx, x, index.shape, terms) if out is None else out
     sums, start = None, x
-    if possible(cx, torch.int32) and not possible(cx, cx.dtype):  # the terms are counted by atomic additions
+    if cx.low.options.batch_invariant and possible(cx, torch.int32):  # the terms are counted by atomic additions
         if not include_self:
             start = summing(cx, "zeros", cx.dtype)
             fill(cx, start, None)

@@ -195,10 +195,10 @@ def test_rows_are_added_in_their_order() -> None:
     """On a GPU by sorting, never by atomic additions of floats."""
     index, x, y = torch.zeros(500, dtype=torch.int64), torch.empty(90, 8), torch.empty(500, 8)
 
-    def calls(fn: Any) -> str:
+    def calls(fn: Any, options: Any = ON) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", reflib.BatchVariantWarning)
-            return str(reflib.explain(fn, x, index, y, target="sm_90", **ON).program)
+            return str(reflib.explain(fn, x, index, y, target="sm_90", **options).program)
 
     wide: Any = lambda i: i[:, None].expand(500, 8)  # noqa: E731
     for fn in (
@@ -209,3 +209,4 @@ def test_rows_are_added_in_their_order() -> None:
         text = calls(fn)
         assert "aten.index_put" in text and "sums" not in "".join(re.findall(r"store .*atomic", text))
     assert "aten.scatter_add" in calls(lambda x, i, y: x.scatter_add(0, wide(i).clone(), y))  # an index per element
+    assert "aten.index_add" in calls(lambda x, i, y: x.index_add(0, i, y), {"numerics": "eager"})
