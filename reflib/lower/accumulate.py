@@ -5,9 +5,9 @@ each element where it belongs. The second may compute ``new`` itself. Half dtype
 its own, and rounded once. That buffer has a row for each index instead of one for each row of the result where this
 moves less (``_by_slots``).
 
-On a GPU only; on a CPU, and with ``atomics=False``, these ops are calls of ATen. With ``batch_invariant`` rows of floats
-are added by a call of ``index_put`` (``sorted_rows``): it sorts the places and adds the rows of one in their order, in
-float32, where ATen's own ``index_add`` has atomic additions as well, for halves slow ones in 16 bits.
+On a GPU only; on a CPU, and with ``atomics=False``, these ops are calls of ATen. With ``batch_invariant`` rows of
+floats are added by a call of ``index_put`` (``sorted_rows``): it sorts the places and adds the rows of one in their
+order, in float32, where ATen's own ``index_add`` has atomic additions as well, for halves slow ones in 16 bits.
 **The order of the additions varies from run to run**, and with it the last bits of floating-point sums, as in
 TorchInductor's kernels and in some of eager's (those of ``scatter_add``; those of ``index_put`` and of embeddings sort
 first). Under ``torch.use_deterministic_algorithms(True)`` only integers are summed so.

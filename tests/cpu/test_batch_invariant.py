@@ -100,9 +100,9 @@ def test_long_rows_are_cut_by_their_length() -> None:
 
 # -- what a GPU gets ----------------------------------------------------------------------------------
 def order(kernel: Any) -> tuple[str, ...]:
-    """All that decides in which order a kernel adds up: its blocks along sums, the instructions of its products, and
-    how often a row is combined. (Rows per program and warps do not: sums in pairs say the order. Nor do the sides of a
-    product's block, if four warps together multiply it with 64 rows: wgmma.)"""
+    """All that decides in which order a kernel adds up: the block along each of its sums, the instructions of its
+    products. (Rows per program, warps, and what else is in a kernel do not: sums in pairs say the order. Nor do the
+    sides of a product's block, if four warps together multiply it with 64 rows: wgmma.)"""
     source = kernel.source
     assert "tl.atomic" not in source
     body = source.partition("def k")[2]
@@ -113,8 +113,10 @@ def order(kernel: Any) -> tuple[str, ...]:
         rows = blocks.pop("NBLOCK" if "b.T, a.T" in products[0] else "MBLOCK")
         assert int(rows) >= 64 and kernel.num_warps % 4 == 0
         return f"depth {blocks['KBLOCK']}", *("wgmma" for _ in products)
-    made = [b + n for b, n in blocks.items()] + products + re.findall(r"sum_in_pairs\(", body)
-    return (*made, str(kernel.num_warps) if products else "")
+    sums = [f"sum {blocks['RBLOCK']}" for _ in re.findall(r"(?:sum|product)_in_pairs\(", body)]
+    if not products:
+        return tuple(sums)
+    return (*(b + n for b, n in blocks.items()), *products, *sums, str(kernel.num_warps))
 
 
 @pytest.mark.sample(8)
@@ -123,16 +125,37 @@ def order(kernel: Any) -> tuple[str, ...]:
 def test_a_gpus_kernels_have_the_same_order(name: str, dtype: torch.dtype) -> None:
     rng = random.Random(name)
     fn, mine, others = case(name, dtype, rng)
+    assert len(orders(fn, mine, others)) == 1
+
+
+def _format(t: torch.Tensor) -> torch.memory_format:
+    last = t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if last else torch.contiguous_format
+
+
+def orders(fn: Any, mine: Any, others: Any) -> set[Any]:
+    """Of the kernels for one row, for some, and for any number of them."""
     seen = set()
     for n, dynamic in ((1, False), (3, False), (64, False), (3, True)):
-        args = [t[:1].expand(n, *t.shape[1:]).contiguous() for t in mine]
+        args = [t[[0] * n].contiguous(memory_format=_format(t)) for t in mine]
         if dynamic:
             for t in args:
                 torch._dynamo.mark_dynamic(t, 0)
         with torch.no_grad():
             e = reflib.explain(fn, *args, *others, target="sm_90", **ON)
-        seen.add(tuple(sorted(o for k in e.kernels if (o := order(k)) != ("",))))
-    assert len(seen) == 1
+        seen.add(tuple(sorted(o for k in e.kernels for o in order(k))))
+    return seen
+
+
+def long_rows(x: Any, y: Any) -> list[Any]:
+    """Of x (B, S, L) and y (B, C, H, W), long enough to be cut."""
+    return [x.mean(1), x.softmax(1), x.var(1), x.flatten(1).logsumexp(1), F.group_norm(y, 1), y.sum((2, 3))]
+
+
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
+def test_long_rows_have_the_same_order(format: Any) -> None:
+    y = torch.empty(4, 6, 60, 50).to(memory_format=format)
+    assert len(orders(long_rows, (torch.empty(4, 700, 30), y), ())) == 1
 
 
 def gpu(fn: Any, *args: Any) -> list[str]:
