@@ -346,9 +346,9 @@ def same_tiling(t: Template, moved: int, target: Target) -> Tiling:
 @functools.lru_cache(maxsize=512)
 def _same_order(p: Problem, target: Target) -> Tiling:
     b, m, n, k = p.sizes
-    whole = replace(p, sizes=(b, m, n, max(64, k)))
-    made = [c for c in same_order(whole, target) if fits(whole, c, target)]
-    return min(made or [Tiling("tiled", 64, 64, 64, 4, 4)], key=lambda c: (estimate(whole, c, target), c.m * c.n))
+    least = replace(p, sizes=(b, max(33, m), max(33, n), max(64, k)))  # one block of wgmma is never too large
+    made = [c for c in same_order(p, target) if fits(least, c, target)]
+    return min(made, key=lambda c: (estimate(p, c, target), c.m * c.n))
 
 
 def same_order(p: Problem, target: Target) -> list[Tiling]:
