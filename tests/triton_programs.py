@@ -435,6 +435,10 @@ PROGRAMS: Programs = {
         lambda x: (F.layer_norm(x, x.shape[-1:]), x.softmax(-1), x.mean(-1)),
         lambda: (randn(3, 20_001),), {"batch_invariant": True},
     ),
+    "one order, cut": (
+        lambda x, y: (x.sum(0), x.var(0), F.group_norm(y, 1), y.mean((1, 2)), y.reshape(2, -1) @ y.reshape(2, -1).T),
+        lambda: (randn(1100, 7), randn(2, 4, 4096)), {"batch_invariant": True},
+    ),
     "random": (_random, lambda: (randn(9, 33), torch.randint(-(2**63), 2**63 - 1, (1,))), {}),
     "lists": (
         lambda *xs: torch._foreach_add(torch._foreach_mul(list(xs), 0.5), 1.0),

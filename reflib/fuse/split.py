@@ -153,9 +153,9 @@ def _pieces(
     """Into how many parts a row should be cut (1: not at all); and how many equal parts are better than unequal ones,
     at least (0: only about as many). Neighbours of unequal parts are kernels of their own."""
     if options.batch_invariant and has_order(loops):
-        columns = reduces_columns(loops)
-        whole = not columns and of_softmax(program, depends, position, loops)
-        return pieces_by_length(loops.rnumel.constant, columns, whole, target.is_gpu), 0
+        down = reduces_columns(loops)
+        whole = not down and of_softmax(program, depends, position, loops)
+        return pieces_by_length(loops.rnumel.constant, down, whole, target.is_gpu), 0
     pieces = pieces_wanted(loops, program.buffers, target)
     if pieces == 1 or not target.is_gpu or not reduces_columns(loops):
         return pieces, 0

@@ -5,7 +5,9 @@ each element where it belongs. The second may compute ``new`` itself. Half dtype
 its own, and rounded once. That buffer has a row for each index instead of one for each row of the result where this
 moves less (``_by_slots``).
 
-On a GPU only; on a CPU, and with ``atomics=False``, these ops are calls of ATen.
+On a GPU only; on a CPU, and with ``atomics=False``, these ops are calls of ATen. With ``batch_invariant`` rows of
+floats are added by a call of ``index_put`` (``sorted_rows``): it sorts the places and adds the rows of one in their
+order, in float32, where ATen's own ``index_add`` has atomic additions as well, for halves slow ones in 16 bits.
 **The order of the additions varies from run to run**, and with it the last bits of floating-point sums, as in
 TorchInductor's kernels and in some of eager's (those of ``scatter_add``; those of ``index_put`` and of embeddings sort
 first). Under ``torch.use_deterministic_algorithms(True)`` only integers are summed so.
@@ -23,6 +25,7 @@ from reflib.ir.program import View, full_view
 
 from .body import NestBuilder, Scalar, Value, nest, where
 from .context import LoweringContext
+from .extern import extern
 from .indexing import axis, here_and_at, named, one_per_row, stand
 from .rules import Unsupported, rule
 
@@ -37,7 +40,8 @@ Sum = Callable[[LoweringContext, View | None, Sequence[IntLike], Term], View]  #
 def possible(cx: LoweringContext, dtype: torch.dtype) -> bool:
     """May the op's result, of ``dtype``, be summed atomically?"""
     ordered = torch.are_deterministic_algorithms_enabled() and dtype.is_floating_point
-    return cx.on_gpu and cx.low.options.atomics and dtype in SUMMED_IN and not ordered
+    exact = cx.low.options.batch_invariant and not dtype.is_floating_point  # whatever their order
+    return cx.on_gpu and (cx.low.options.atomics or exact) and dtype in SUMMED_IN and not ordered
 
 
 def check(cx: LoweringContext) -> torch.dtype:
@@ -103,8 +107,29 @@ def broadcast(shapes: Sequence[Sequence[Expr]]) -> list[Expr]:
     return out
 
 
+def sorted_rows(cx: LoweringContext, x: View, dim: int, index: View, new: View) -> View | None:
+    """``new`` added to the rows of ``x``, along ``dim``, that ``index`` names, in their order, for
+    ``batch_invariant``; None: not so. ``index``: of one dimension, or the same for all elements of a row."""
+    d, others = axis(dim, len(x.shape)), range(len(x.shape))
+    if not cx.low.options.batch_invariant or not cx.on_gpu or not cx.dtype.is_floating_point:
+        return None
+    if len(new.shape) != len(x.shape):
+        return None
+    if any(a != b for i, (a, b) in enumerate(zip(x.shape, new.shape)) if i != d):
+        return None
+    if len(index.shape) == len(x.shape):
+        if index.shape != new.shape or any(i != d and index.strides[i] != 0 and index.shape[i] != 1 for i in others):
+            return None
+        index = replace(index, shape=(index.shape[d],), strides=(index.strides[d],))
+    if len(index.shape) != 1 or index.dtype != torch.int64:
+        return None
+    return extern(cx, torch.ops.aten.index_put.default, (x, [*[None] * d, index], new, True), {}, "added in order")
+
+
 @rule("index_add")
 def index_add(cx: LoweringContext, x: View, dim: int, index: View, new: View, *, alpha: Any = 1) -> View:
+    if alpha == 1 and (out := sorted_rows(cx, x, dim, index, new)) is not None:
+        return out
     place = scattered(x, new.shape, dim, index, new)
 
     def term(k: NestBuilder) -> tuple[Sequence[IntLike], Scalar]:
@@ -178,6 +203,8 @@ def _by_slots(
 def scatter_add(cx: LoweringContext, x: View, dim: int, index: View, new: View) -> View:
     """One position per row needs no atomics: each element of the row is compared with it. (The rule: ``scatter``.)"""
     if not one_per_row(x, dim, index):
+        if (out := sorted_rows(cx, x, dim, index, new)) is not None:
+            return out
         return accumulate(cx, x, index.shape, scattered(x, index.shape, dim, index, new))
 
     def value(k: NestBuilder) -> Value:
@@ -193,18 +220,26 @@ def scatter_reduce(
     cx: LoweringContext, x: View, dim: int, index: View, new: View, reduce: str, *, include_self: bool = True
 ) -> View:
     """Sums and means. Without ``x`` itself among the terms, it stays where there are none: so they are counted."""
-    dtype = check(cx)
-    if reduce not in ("sum", "mean") or reduce == "mean" and not dtype.is_floating_point:
+    if reduce not in ("sum", "mean") or reduce == "mean" and not cx.dtype.is_floating_point:
         raise Unsupported("library call")
     terms = scattered(x, index.shape, dim, index, new)
     if reduce == "sum" and (include_self or cx.low.uniform.get(x.buffer) == 0):
-        return accumulate(cx, x, index.shape, terms)
-    sums = add(cx, summing(cx, "sums", dtype), x if include_self else 0, index.shape, terms)
+        out = sorted_rows(cx, x, dim, index, new)
+        return accumulate(cx, x, index.shape, terms) if out is None else out
+    sums, start = None, x
+    if cx.low.options.batch_invariant and possible(cx, torch.int32):  # the terms are counted by atomic additions
+        if not include_self:
+            start = summing(cx, "zeros", cx.dtype)
+            fill(cx, start, None)
+        sums = sorted_rows(replace(cx, name=cx.low.unique(f"{cx.name}_sums")), start, dim, index, new)
+    dtype = SUMMED_IN[cx.dtype] if sums is not None else check(cx)
+    if sums is None:
+        sums = add(cx, summing(cx, "sums", dtype), x if include_self else 0, index.shape, terms)
     ones = scattered(x, index.shape, dim, index, 1)
     counts = add(cx, summing(cx, "counts", torch.int32), int(include_self), index.shape, ones)
 
     def value(k: NestBuilder) -> Value:
-        total, count = k.load(sums), k.load(counts)
+        total, count = k.load(sums).to(dtype), k.load(counts)
         result = total / count.to(dtype) if reduce == "mean" else total
         return where(count > 0, result, k.load(x).to(dtype))
 

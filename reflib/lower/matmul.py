@@ -23,6 +23,7 @@ from reflib.ir.program import Choice, Extern, Template, Variant, View, iter_view
 from . import padding
 from .body import NestBuilder, Value
 from .context import LoweringContext
+from .depth_in_parts import added, operands, parts
 from .extern import extern
 from .rules import Unsupported, rule
 from .strips import in_strips
@@ -117,13 +118,21 @@ def _in_one_order(cx: LoweringContext, a: View, b: View, args: tuple[View, ...],
         raise Unsupported(_PLAIN)
     if any(size == 0 for v in (a, b) for size in v.shape):
         raise Unsupported("an empty product")
-    name, out, (a, b), bias = cx.low.next_node(), cx.out(), args[-2:], args[0] if len(args) == 3 else None
-    t = template(cx, name, a, b, out, bias, kwargs.get("alpha", 1), kwargs.get("beta", 1))
+    (a, b), bias = args[-2:], args[0] if len(args) == 3 else None
+    scale = kwargs.get("alpha", 1), kwargs.get("beta", 1)
+    count = parts(a.shape[1].constant) if cx.on_gpu and len(a.shape) == 2 else 1
+    if count == 1:
+        name, out = cx.low.next_node(), cx.out()
+        t = template(cx, name, a, b, out, bias, *scale)
+    else:
+        name, out = cx.low.next_node(), cx.temp("parts", (count, *cx.shape), torch.float32)
+        t = template(cx, name, *operands(a, b, count), out, None)
     halves = {_narrowest(n) for n in cx.node.args[-2:]}
-    if cx.on_gpu and out.dtype == torch.float32 and len(halves) == 1 and halves < {*HALVES}:
-        t = replace(t, dtype=halves.pop(), precision="ieee")  # their products are exact in float32: tensor cores' work
+    narrow = halves.pop() if len(halves) == 1 else torch.float32
+    if cx.on_gpu and out.dtype == torch.float32 and narrow in HALVES:
+        t = replace(t, dtype=narrow, precision="ieee")  # their products are exact in float32: tensor cores' work
     cx.low.nodes.append(t)
-    return out
+    return out if count == 1 else added(cx, out, bias, *scale)
 
 
 def _narrowest(node: Any) -> torch.dtype:

@@ -4,15 +4,16 @@
 in another order than kernels for few:
 
 * **Matrix products**: cuBLAS, MKL and oneDNN choose algorithm, tiles and split-K by size, and have a path for vectors;
-  so do our tilings, decompose-K and padding, which are ranked or measured. Here: kernels of our own, with one tiling
-  for all sizes of a dtype (``autotune.matmul.same_tiling``), no split of K; on a CPU ``cpp_product.h``.
+  so do our tilings, decompose-K and padding, which are ranked or measured. Here: kernels of our own, from tilings that
+  add in one order (``autotune.matmul.same_tiling``), K cut by K alone (``depth_in_parts``); on a CPU
+  ``cpp_product.h``.
 * **Attention**: flash attention splits the keys among idle multiprocessors; on a CPU, packing depends on size. Here:
   two products and a softmax, scores in float32 (``capture.attention_apart``).
 * **Sums along rows**: Triton's order follows from warps, rows per program, layout and alignment; in C++ it is what the
   compiler makes of a loop. Here: added in pairs, which Triton cannot reorder (``triton_one_order``), lanes of a length
   that no size decides (``schedule.one_order``); in C++ sixteen lanes, written out (``sum_in_order``).
 * **Long rows** are cut into pieces for idle multiprocessors or threads, for a softmax in one pass (``split``,
-  ``split_online``). Here: by the row's length alone (``split.pieces_by_length``), and not online.
+  ``split_online``). Here: by the row's length alone (``fuse.one_order``), and not online.
 * **Sums along columns** in the kernel that reduces rows (``mix_order``): here in a kernel of their own.
 * **Launches and choices** are measured or ranked at the sizes of one call, or differ by ``dispatch_on`` ranges. Here:
   nothing that changes a sum is measured, and registered implementations are not tried.
@@ -20,15 +21,24 @@ in another order than kernels for few:
   have cheap forms where only halves are stored. Here: rounded after every op, no contraction, one form.
 * **Vector functions** in C++: libmvec's in a loop, libm's for the rest of it. Here: libm's.
 
+**The rule behind these.** The order in which a result's elements are added may follow from how many they are, from
+their dtype and from the device, never from how many results there are. So work may be shared among multiprocessors
+wherever the cuts follow from the reduced length: sums along rows and columns, the statistics of norms, the depth of
+products. All that does not change the order is free to follow sizes: rows per program, warps, a product's tile, which
+kernels share a launch, whether a maximum is cut. What is reduced over the batch needs no exception: the batch is its
+length.
+
 **What is promised.** Let a call's rows be slices of its inputs' leading dimension, laid out in memory in the same way
 in each call (a batch may not be the innermost dimension, as in ``x.t()``). Then the bits of a row's result are the same
 in all calls on one kind of machine: for one row or many, static sizes, dynamic ones or a package, each wrapper, aligned
 or not. That holds for elementwise ops, products (also where the "rows" are those of one matrix), attention, norms over
-parts of a row, softmax, losses per row, embeddings, gathers. A reduction of 2^18 elements or more is cut by its length
-if that is known when compiling.
+parts of a row, softmax, losses per row, embeddings, gathers. A long reduction is cut by its length if that is known
+when compiling, on a GPU from 513 rows of columns, 16,384 elements of a row or of a product's depth on (on a CPU 2^18
+elements): there, static lengths and dynamic ones differ; numbers of rows do not.
 
 Sums over the batch itself (gradients of weights, batch norm in training, the mean of a loss) have no such meaning. They
-are the same from run to run: nothing is added by atomic additions (``atomics=False``), and partial sums have an order.
+are the same from run to run: floats are not added by atomic additions (``atomics=False``; rows that an index names are
+sorted by it, ``accumulate.sorted_rows``), and partial sums have an order.
 What remains a call of PyTorch's is so too where ``torch.use_deterministic_algorithms`` makes it so.
 
 Convolutions, FFTs, sums inside of custom ops, scans on a GPU and other calls that may choose by size cannot be made

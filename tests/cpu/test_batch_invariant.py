@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 
 import reflib
+from reflib.fuse import one_order
+from reflib.lower import depth_in_parts
+from reflib.schedule import one_order as launches
 from tests.invariance_cases import CASES, DTYPES, case, chains, parts, same, variant
 
 ON: dict[str, Any] = {"batch_invariant": True}
@@ -97,14 +100,23 @@ def test_long_rows_are_cut_by_their_length() -> None:
 
 # -- what a GPU gets ----------------------------------------------------------------------------------
 def order(kernel: Any) -> tuple[str, ...]:
-    """All that decides in which order a kernel adds up: its blocks along sums, the instructions of its products, and
-    how often a row is combined. (Rows per program and warps do not: sums in pairs say the order.)"""
+    """All that decides in which order a kernel adds up: the block along each of its sums, the instructions of its
+    products. (Rows per program, warps, and what else is in a kernel do not: sums in pairs say the order. Nor do the
+    sides of a product's block, if four warps together multiply it with 64 rows: wgmma.)"""
     source = kernel.source
     assert "tl.atomic" not in source
-    blocks = re.findall(r"([RMNK]BLOCK): tl\.constexpr = (\d+)", source)
-    assert not re.findall(r"tl\.(?:sum|cumsum)\((?!tl\.reshape)", source.partition("def k")[2])
-    made = [b + n for b, n in blocks] + re.findall(r"sum_in_pairs\(|tl\.dot\(.*\)", source.partition("def k")[2])
-    return (*made, str(kernel.num_warps) if "tl.dot" in source else "")
+    body = source.partition("def k")[2]
+    assert not re.findall(r"tl\.(?:sum|cumsum)\((?!tl\.reshape)", body)
+    blocks = dict(re.findall(r"([RMNK]BLOCK): tl\.constexpr = (\d+)", source))
+    products = re.findall(r"tl\.dot\(.*\)", body)
+    if products and "input_precision" not in products[0]:
+        rows = blocks.pop("NBLOCK" if "b.T, a.T" in products[0] else "MBLOCK")
+        assert int(rows) >= 64 and kernel.num_warps % 4 == 0
+        return f"depth {blocks['KBLOCK']}", *("wgmma" for _ in products)
+    sums = [f"sum {blocks['RBLOCK']}" for _ in re.findall(r"(?:sum|product)_in_pairs\(", body)]
+    if not products:
+        return tuple(sums)
+    return (*(b + n for b, n in blocks.items()), *products, *sums, str(kernel.num_warps))
 
 
 @pytest.mark.sample(8)
@@ -113,13 +125,111 @@ def order(kernel: Any) -> tuple[str, ...]:
 def test_a_gpus_kernels_have_the_same_order(name: str, dtype: torch.dtype) -> None:
     rng = random.Random(name)
     fn, mine, others = case(name, dtype, rng)
+    assert len(orders(fn, mine, others)) == 1
+
+
+def _format(t: torch.Tensor) -> torch.memory_format:
+    last = t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if last else torch.contiguous_format
+
+
+def orders(fn: Any, mine: Any, others: Any) -> set[Any]:
+    """Of the kernels for one row, for some, and for any number of them."""
     seen = set()
     for n, dynamic in ((1, False), (3, False), (64, False), (3, True)):
-        args = [t[:1].expand(n, *t.shape[1:]).contiguous() for t in mine]
+        args = [t[[0] * n].contiguous(memory_format=_format(t)) for t in mine]
         if dynamic:
             for t in args:
                 torch._dynamo.mark_dynamic(t, 0)
         with torch.no_grad():
             e = reflib.explain(fn, *args, *others, target="sm_90", **ON)
-        seen.add(tuple(sorted(o for k in e.kernels if (o := order(k)) != ("",))))
-    assert len(seen) == 1
+        seen.add(tuple(sorted(o for k in e.kernels for o in order(k))))
+    return seen
+
+
+def long_rows(x: Any, y: Any) -> list[Any]:
+    """Of x (B, S, L) and y (B, C, H, W), long enough to be cut."""
+    return [x.mean(1), x.softmax(1), x.var(1), x.flatten(1).logsumexp(1), F.group_norm(y, 1), y.sum((2, 3))]
+
+
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
+def test_long_rows_have_the_same_order(format: Any) -> None:
+    y = torch.empty(4, 6, 60, 50).to(memory_format=format)
+    assert len(orders(long_rows, (torch.empty(4, 700, 30), y), ())) == 1
+
+
+def gpu(fn: Any, *args: Any) -> list[str]:
+    """The sources of a GPU's kernels."""
+    return [k.source for k in reflib.explain(fn, *args, target="sm_90", **ON).kernels]
+
+
+def pieces(length: int, columns: bool, rows: int) -> list[str]:
+    x = torch.empty(rows, length, 64) if columns else torch.empty(rows, length)
+    return [line.partition("reducing ")[2] for text in gpu(lambda x: x.sum(1), x) for line in text.splitlines()
+            if "reducing" in line]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("columns", "length", "want"),
+    [
+        (True, 512, ["512"]), (True, 513, ["320", "2"]), (True, 8192, ["256", "32"]), (True, 300_000, ["600", "500"]),
+        (False, 16_000, ["16000"]), (False, 16_384, ["4096", "4"]), (False, 200_704, ["6272", "32"]),
+    ],
+)  # fmt: skip
+def test_a_gpu_cuts_by_the_length_alone(columns: bool, length: int, want: list[str]) -> None:
+    assert [pieces(length, columns, rows) for rows in (1, 2, 300)] == [want] * 3
+
+
+def test_batch_statistics_are_cut() -> None:
+    """Of a batch norm in training, whichever way its input lies; softmax keeps its rows whole."""
+    x = torch.empty(32, 64, 56, 56)
+    for y in (x, x.to(memory_format=torch.channels_last)):
+        first, *_ = gpu(lambda x: F.batch_norm(x, None, None, training=True), y)
+        assert "_part0" in first
+    assert not any("sum_1_part" in text for text in gpu(lambda x: x.softmax(-1), torch.empty(4096, 50_257)))
+
+
+def test_short_sums_share_a_launch() -> None:
+    """As rows of one length, of no more lanes than columns have: with and without others their order is the same."""
+    assert one_order.LANES <= launches.LANES
+
+    def sums(*xs: torch.Tensor) -> list[torch.Tensor]:
+        return [x.sum(1) for x in xs]
+
+    def lanes(*xs: torch.Tensor) -> set[str]:
+        return {n for text in gpu(sums, *xs) for n in re.findall(r"RBLOCK: tl\.constexpr = (\d+)", text)}
+
+    columns, rows = torch.empty(60, 20, 64), torch.empty(700, 20)
+    assert len(gpu(sums, columns, columns.clone())) == 1
+    assert lanes(columns, rows) == lanes(columns) == lanes(rows) == {"32"}
+    assert len(gpu(sums, *(torch.empty(60, one_order.LANES + 1) for _ in range(2)))) == 2
+
+
+def test_deep_products_are_cut_by_their_depth() -> None:
+    assert [depth_in_parts.parts(k) for k in (None, 16_383, 16_384, 100_352, 1 << 18, 1 << 24, 16_411)] == [
+        1, 1, 4, 28, 64, 128, 1,
+    ]  # fmt: skip
+    for m in (1, 40, 3000):
+        first, second = gpu(torch.mm, torch.empty(m, 1 << 15), torch.empty(1 << 15, 70))
+        assert f"8 of {m} x 70, depth 4096" in first and "reducing 8" in second
+
+
+def test_rows_are_added_in_their_order() -> None:
+    """On a GPU by sorting, never by atomic additions of floats."""
+    index, x, y = torch.zeros(500, dtype=torch.int64), torch.empty(90, 8), torch.empty(500, 8)
+
+    def calls(fn: Any, options: Any = ON) -> str:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", reflib.BatchVariantWarning)
+            return str(reflib.explain(fn, x, index, y, target="sm_90", **options).program)
+
+    wide: Any = lambda i: i[:, None].expand(500, 8)  # noqa: E731
+    for fn in (
+        lambda x, i, y: x.index_add(0, i, y), lambda x, i, y: x.scatter_add(0, wide(i), y),
+        lambda x, i, y: x.scatter_reduce(0, wide(i), y, "sum"),
+        lambda x, i, y: x.scatter_reduce(0, wide(i), y, "mean", include_self=False),
+    ):  # fmt: skip
+        text = calls(fn)
+        assert "aten.index_put" in text and "sums" not in "".join(re.findall(r"store .*atomic", text))
+    assert "aten.scatter_add" in calls(lambda x, i, y: x.scatter_add(0, wide(i).clone(), y))  # an index per element
+    assert "aten.index_add" in calls(lambda x, i, y: x.index_add(0, i, y), {"numerics": "eager"})

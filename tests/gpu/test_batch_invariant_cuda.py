@@ -6,6 +6,9 @@ import pytest
 import torch
 
 import reflib
+from reflib.autotune import matmul
+from reflib.autotune.roofline import Problem
+from reflib.target import device_target
 from tests.invariance_cases import CASES, DTYPES, case, same, variant
 
 
@@ -29,6 +32,37 @@ def test_products_of_many_sizes(dtype: torch.dtype) -> None:
         for rows in (2, 16, 100, 1000):
             first = rng.randrange(4096 - rows)
             assert same(whole[first : first + rows], run(x[first : first + rows], w)), (k, n, rows)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(256, 256, 4096), (100, 72, 1000), (16, 300, 520)])
+def test_tilings_of_one_order(monkeypatch: pytest.MonkeyPatch, m: int, n: int, k: int) -> None:
+    """Those that are chosen from by size have the same bits: sides, stages, warps, which operand has the 64 rows."""
+    dtype, target = torch.bfloat16, device_target("cuda", 0)
+    if target.capability != 90:
+        pytest.skip("one tiling for all")
+    p = Problem((1, m, n, k), dtype, False, 2, 2)
+    made = [c for c in matmul.same_order(p, target) if matmul.fits(p, c, target)]
+    a, b = torch.randn(m, k, device="cuda", dtype=dtype), torch.randn(k, n, device="cuda", dtype=dtype)
+    chosen, results = random.Random(1).sample(made, min(12, len(made))), []
+    for c in chosen:
+        monkeypatch.setattr(matmul, "_same_order", lambda p, target, c=c: c)
+        torch._dynamo.reset()
+        results.append(reflib.compile(torch.mm, batch_invariant=True)(a, b))
+    assert [c for c, r in zip(chosen, results, strict=True) if not same(r, results[0])] == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_added_where_an_index_says(dtype: torch.dtype) -> None:
+    i, y = torch.randint(0, 300, (20_000,), device="cuda"), torch.randn(20_000, 40, device="cuda", dtype=dtype)
+    x = torch.zeros(300, 40, device="cuda", dtype=dtype)
+    for fn in (
+        lambda x, y: x.index_add(0, i, y),
+        lambda x, y: x.scatter_reduce(0, i[:, None].expand_as(y), y, "mean", include_self=False),
+    ):
+        run = reflib.compile(fn, batch_invariant=True)
+        first, want = run(x, y), fn(x.double(), y.double())
+        assert all(same(first, run(x, y)) for _ in range(3))
+        assert (first - want).abs().max() <= 2 * (fn(x, y) - want).abs().max() + torch.finfo(dtype).eps
 
 
 def test_gradients_are_the_same_in_every_run() -> None:
