@@ -67,7 +67,7 @@ def padded_sizes(cx: LoweringContext, a: View, b: View, bias: View | None) -> Si
     sizes = rows, _up(n, step), depth
     copied = m * k * _is_moved(cx, a, (rows, depth))
     copied += k * n * (_is_moved(cx, b, sizes[:0:-1]) and not (bias is None and _only_long(b, sizes[1], depth)))
-    copied += m * n * (sizes[1] != n or rows != m and math.prod(batch) > 1)
+    copied += m * n * (sizes[1] != n or rows != m and math.prod(batch) > 1) * (not _is_read_by_nests(cx.node))
     copied += m * n * (bias is not None and bias.shape[-2:] == (m, n))
     lost = 2 * m * n * k * (SLOWER[align] - 1)
     cost = BALANCE * 2 * copied * a.dtype.itemsize
@@ -95,6 +95,16 @@ def _is_returned(node: Any) -> bool:
         seen |= users
         todo += [u for u in users if _is_pointwise(u.target)]
     return False
+
+
+def _is_read_by_nests(node: Any) -> bool:
+    """Do loop nests alone read it, themselves or through views? They read it between its padding."""
+    users = list(node.users)
+    return (
+        bool(users)
+        and all(u.op == "call_function" and _is_pointwise(u.target) for u in users)
+        and all(torch.Tag.pointwise in u.target.tags or _is_read_by_nests(u) for u in users)
+    )
 
 
 def _is_pointwise(target: Any) -> bool:
