@@ -352,7 +352,9 @@ def test_narrow_operands_fill_a_part_of_a_tile(seed: int) -> None:
     few, rows, width = rng.choice([1, 3, 5, 7]), rng.randint(150_000, 400_000) | 1, 8 * rng.randint(20, 40)
     for shapes in (((rows, width), (width, few)), ((few, rows), (rows, width)), ((rows, few), (few, width))):
         for scale, pays in ((1, True), (40, False)):
-            a, b = (torch.empty([max(7, n // scale) if n == rows else n for n in s], dtype=torch.bfloat16) for s in shapes)
+            a, b = (
+                torch.empty([max(7, n // scale) if n == rows else n for n in s], dtype=torch.bfloat16) for s in shapes
+            )
             with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
                 program = program_of(lambda a, b: a @ b, a, b, options=GPU)
             assert is_padded(program) == pays, (a.shape, b.shape)
