@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..ir.expr import Var, expr, nonneg, product
+from ..ir.expr import Atom, IntLike, Var, expr, nonneg, product
 from ..ir.loops import BodyBuilder, Const, Indirect, Load, LoopNest, Op, Reduce, Scan, Store, map_stmt
 from ..ir.ops import identity
 from ..ir.program import Buffer, Node, Program
@@ -43,7 +43,9 @@ def padded_rows(fused: Fused, options: Options, target: Target) -> Fused:
     program = fused.program
     for name in [n.name for n in program.nodes]:
         node = next((n for n in program.nodes if n.name == name), None)
-        for axis in node.axes if isinstance(node, LoopNest) else ():
+        if not isinstance(node, LoopNest):
+            continue
+        for axis in node.axes:
             if (to := _padding(node, axis.var, program)) is not None:
                 program = _without_fills(program, _over(node, axis.var, to, program.buffers), to)
                 break
@@ -65,7 +67,8 @@ def _padding(loops: LoopNest, var: Var, program: Program) -> _Padding | None:
     if n is None or n < SHORTEST or any(isinstance(s, (Scan, Indirect)) for s in loops.body):
         return None
     moves, along = varying(loops.body, [var]), {a.var for a in loops.axes if a.kind == "r"}
-    found = [s for s in (*loops.loads(), *loops.stores()) if _begins(s, var, program.buffers[s.buffer], n)]
+    moved: list[Load | Store] = [*loops.loads(), *loops.stores()]
+    found = [s for s in moved if _begins(s, var, program.buffers[s.buffer], n)]
     lengths = {program.buffers[s.buffer].shape[-1].constant for s in found}
     if len(lengths) != 1 or (length := lengths.pop()) is None:
         return None
@@ -111,7 +114,7 @@ def _zeros(loops: LoopNest, name: str, buffer: Buffer, n: int) -> int | None:
 def _over(loops: LoopNest, var: Var, to: _Padding, buffers: Mapping[str, Buffer]) -> LoopNest:
     """``loops`` over the padding too."""
     longer, b = Var(var.name, expr(to.length)), BodyBuilder()
-    env = {var: expr(longer)}
+    env: dict[Atom, IntLike] = {var: expr(longer)}
     reduced = any(a.var == var and a.kind == "r" for a in loops.axes)
     inside = b.op("lt", b.index(expr(longer)), b.const(to.row, torch.int64))
     ids: dict[int, int] = {}
@@ -121,13 +124,13 @@ def _over(loops: LoopNest, var: Var, to: _Padding, buffers: Mapping[str, Buffer]
 
     for i, s in enumerate(loops.body):
         new = map_stmt(s, ids, env)
-        if isinstance(s, Load) and s.index.has(var) and not _begins(s, var, buffers[s.buffer], to.row):
-            mask = inside if s.mask is None else b.op("and", inside, ids[s.mask])
-            new = replace(new, mask=mask)
-        elif isinstance(s, Reduce) and reduced:
-            new = replace(new, args=tuple(only(ids[a], identity(s.kind, s.dtype)) for a in s.args))
-        elif isinstance(s, Store) and s.index.has(var):
-            new = replace(new, value=only(ids[s.value], 0.0))
+        if isinstance(s, Load) and isinstance(new, Load) and s.index.has(var):
+            if not _begins(s, var, buffers[s.buffer], to.row):
+                new = replace(new, mask=inside if new.mask is None else b.op("and", inside, new.mask))
+        elif isinstance(new, Reduce) and reduced:
+            new = replace(new, args=tuple(only(a, identity(new.kind, new.dtype)) for a in new.args))
+        elif isinstance(new, Store) and new.index.has(longer):
+            new = replace(new, value=only(new.value, 0.0))
         ids[i] = b.add(new)
     axes = tuple(replace(a, var=longer) if a.var == var else a for a in loops.axes)
     return replace(loops, axes=axes, body=tuple(b.body))
