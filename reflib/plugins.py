@@ -151,6 +151,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "store_once": "fuse.store_once:store_once",
         "extremes": "fuse.extremes:extremes",
         "unmask": "fuse.unmask:unmask",
+        "padded_rows": "fuse.padded_rows:padded_rows",
         "narrow": "fuse.narrow:narrow",
         "strips": "fuse.strips:strips",
         "across": "fuse.unroll:across",

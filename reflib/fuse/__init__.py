@@ -30,6 +30,7 @@ Passes that plug in before it (``driver.BEFORE``), as a rule (``legality.RULES``
   ``store_once``: what an update stores to its input is not stored to a temporary as well.
 * ``combine``: small kernels that could share a launch. ``narrow``: indices in 32 bits. ``strips``: large atomic sums.
 * ``unmask``: masks that loads do without. ``pieces``: a kernel per way in which elements along an axis are made.
+  ``padded_rows``: loops over rows that have padding go over the padding too.
 
 A group is a loop nest again (so ``interpret`` runs the result), and its members are in program order. One iteration
 space per group; an axis is parallel (p) or reduced (r). A member may use all of the axes or only the p ones ("row

@@ -13,8 +13,10 @@ the same, with zeros added. An operand of which only the number of rows is none 
 the last multiple add is added to the product of the others (``_without_the_rest``).
 
 **When** (measured on an H200 in bfloat16: 2048 x 30522 x 768 took 420 us, padded 145 us; 512 x 51865 x 384 took 248 us,
-padded 37 us): a kernel that moves 4 bytes takes about three times as long, one that moves 2 bytes four times or more.
-What is lost so, in operations, is compared with what could be computed while the copies move their bytes.
+padded 37 us; 64 times 777 x 777 x 96 148 us): a kernel that moves 4 bytes takes about three times as long, one that
+moves 2 bytes seven times. It computes whole tiles, of which a narrow operand fills a part (300001 x 3 x 256:
+154 us). What is lost so, in operations, is compared with what could be computed while the copies move their bytes.
+What loop nests alone read is not copied: they read it between its padding (``fuse/padded_rows``).
 
 NB: TorchInductor measures both ways for each product, and returns results with the padding's strides. Here outputs
 keep eager's.
@@ -42,7 +44,8 @@ from .indexing import both
 Sizes = tuple[int, int, int]  # M, N, K
 
 BYTES = 16
-SLOWER = {1: 4, 2: 3, 4: 3}  # how many times, by the elements of which all sizes and strides are multiples
+SLOWER = {1: 7, 2: 3, 4: 3}  # how many times, by the elements of which all sizes and strides are multiples
+TILE = 64, 64, 32  # of M, N and K, at least
 BALANCE = 170  # operations while a byte is moved: 650 TFLOP/s and 3.8 TB/s, as reached on an H200
 LONG = 32  # times 16: rows of an operand that make a few more of them a small part
 LAUNCHES = 4e9  # operations while two or three more kernels are launched
@@ -67,9 +70,9 @@ def padded_sizes(cx: LoweringContext, a: View, b: View, bias: View | None) -> Si
     sizes = rows, _up(n, step), depth
     copied = m * k * _is_moved(cx, a, (rows, depth))
     copied += k * n * (_is_moved(cx, b, sizes[:0:-1]) and not (bias is None and _only_long(b, sizes[1], depth)))
-    copied += m * n * (sizes[1] != n or rows != m and math.prod(batch) > 1)
+    copied += m * n * (sizes[1] != n or rows != m and math.prod(batch) > 1) * (not _is_read_by_nests(cx.node))
     copied += m * n * (bias is not None and bias.shape[-2:] == (m, n))
-    lost = 2 * m * n * k * (SLOWER[align] - 1)
+    lost = 2 * math.prod(map(max, (m, n, k), TILE)) * (SLOWER[align] - 1)
     cost = BALANCE * 2 * copied * a.dtype.itemsize
     return sizes if math.prod(batch) * (lost - cost) > LAUNCHES else None
 
@@ -79,7 +82,8 @@ def in_place(cx: LoweringContext, a: View, b: View, sizes: Sizes) -> Tiling | No
     better be padded."""
     step, named = BYTES // a.dtype.itemsize, cx.low.options.target
     rows_alone = len(a.shape) == 2 and math.gcd(step, *_multiples(a), *_multiples(b)) == step
-    if a.dtype.itemsize != 2 or not rows_alone or sizes[0] < IN_PLACE.m or not _is_returned(cx.node):
+    narrow = sizes[0] < IN_PLACE.m or 2 * sizes[1] < IN_PLACE.n
+    if a.dtype.itemsize != 2 or not rows_alone or narrow or not _is_returned(cx.node):
         return None
     target = device_target(cx.device.type, cx.device.index or 0) if named is None else parse_target(named)
     return IN_PLACE if target.capability >= 90 and target.shared >= IN_PLACE_SHARED else None
@@ -95,6 +99,16 @@ def _is_returned(node: Any) -> bool:
         seen |= users
         todo += [u for u in users if _is_pointwise(u.target)]
     return False
+
+
+def _is_read_by_nests(node: Any) -> bool:
+    """Do loop nests alone read it, themselves or through views? They read it between its padding."""
+    users = list(node.users)
+    return (
+        bool(users)
+        and all(u.op == "call_function" and _is_pointwise(u.target) for u in users)
+        and all(torch.Tag.pointwise in u.target.tags or _is_read_by_nests(u) for u in users)
+    )
 
 
 def _is_pointwise(target: Any) -> bool:

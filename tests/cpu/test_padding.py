@@ -342,3 +342,30 @@ def test_run_and_differentiated(wrapper: str) -> None:
         for a, b in zip(want, got, strict=True):
             assert a.stride() == b.stride()
             torch.testing.assert_close(b, a, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_narrow_operands_fill_a_part_of_a_tile(seed: int) -> None:
+    """A few columns or rows of very many: whole tiles are computed, so padding pays though the operations are few; of
+    fewer it does not. No tile of our own kernel is mostly empty."""
+    rng = random.Random(seed)
+    few, rows, width = rng.choice([1, 3, 5, 7]), rng.randint(150_000, 400_000) | 1, 8 * rng.randint(20, 40)
+    for shapes in (((rows, width), (width, few)), ((few, rows), (rows, width)), ((rows, few), (few, width))):
+        for scale, pays in ((1, True), (40, False)):
+            a, b = (
+                torch.empty([max(7, n // scale) if n == rows else n for n in s], dtype=torch.bfloat16) for s in shapes
+            )
+            with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+                program = program_of(lambda a, b: a @ b, a, b, options=GPU)
+            assert is_padded(program) == pays, (a.shape, b.shape)
+            assert not [n for n in program.nodes if isinstance(n, Template)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_nests_read_is_not_copied(seed: int) -> None:
+    """Scores that a mask and a softmax read are padded, in a buffer that no nest copies."""
+    rng = random.Random(seed)
+    s, d = 8 * rng.randint(90, 110) + rng.choice([1, 3, 5]), 8 * rng.randint(8, 12)
+    q, k = torch.empty(64, s, d, dtype=torch.bfloat16), torch.empty(64, d, s + 8 - s % 8, dtype=torch.bfloat16)[..., :s]
+    program = program_of(lambda q, k: torch.bmm(q, k).view(8, 8, s, s).mul(0.1).softmax(-1)[..., 0], q, k, options=GPU)
+    assert is_padded(program) and products(program)[0].outputs == ("bmm_padded",)

@@ -43,6 +43,27 @@ def heavy(steps: int, scale: float) -> Callable[[Tensor, Tensor], Tensor]:
     return fn
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_program_leaves_room_for_another(seed: int) -> None:
+    """A row in registers that 512 threads hold is not spread over 1,024, which fill a multiprocessor."""
+    rng = random.Random(seed)
+    length = rng.randrange(4097, 8192, 16)
+    w, g = (torch.empty(9999, length, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+
+    def fn(w: Tensor, g: Tensor) -> Tensor:
+        var, mean = torch.var_mean(w, -1, keepdim=True)
+        return (w - mean) * torch.rsqrt(var + 1e-4).clamp(max=100.0) * g[:, :1]
+
+    seen = set[int]()
+    for node, part, program in kernels(fn, w, g):
+        c = node.config
+        if c.reduction == "persistent" and c.rblock == 8192:
+            values = live(layout(part, program.buffers)) * c.rblock / (c.num_warps * 32)
+            assert values <= MOST and (c.num_warps <= 16 or 2 * values > MOST)
+            seen.add(c.num_warps)
+    assert 16 in seen
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_elements_per_thread(seed: int) -> None:
