@@ -150,8 +150,7 @@ def _tile(t: Traffic, target: Target) -> Config:
     assert s.y is not None
     wide, high = _pow2(s.x.size.hint()), _pow2(s.y.size.hint())
     square = t.width < 4 and min(wide, high) >= 64 and t.part.numel.hint() >= 4 * 4096 * target.units
-    points = 4096 if square else 2048
-    y = min(points // min(64, wide), high)
+    y = min((4096 if square else 2048) // min(64, wide), high)
     x = min(2048 // y if y < 32 else 64, wide)
     return Config("none", xblock=x, num_warps=max(1, min(8, x * y // 256)), extras=(("yblock", y),))
 
