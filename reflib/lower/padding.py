@@ -15,7 +15,9 @@ the last multiple add is added to the product of the others (``_without_the_rest
 **When** (measured on an H200 in bfloat16: 2048 x 30522 x 768 took 420 us, padded 145 us; 512 x 51865 x 384 took 248 us,
 padded 37 us; 64 times 777 x 777 x 96 148 us): a kernel that moves 4 bytes takes about three times as long, one that
 moves 2 bytes seven times. It computes whole tiles, of which a narrow operand fills a part (300001 x 3 x 256:
-154 us). What is lost so, in operations, is compared with what could be computed while the copies move their bytes.
+154 us); but vectors have kernels of their own, small matrices in batches lose (2048 times 27 x 27 x 64: 27 us, padded
+35), and so does a large operand that is copied to be read once. What is lost, in operations, is compared with what
+could be computed while the copies move their bytes.
 What loop nests alone read is not copied: they read it between its padding (``fuse/padded_rows``).
 
 NB: TorchInductor measures both ways for each product, and returns results with the padding's strides. Here outputs
@@ -68,11 +70,14 @@ def padded_sizes(cx: LoweringContext, a: View, b: View, bias: View | None) -> Si
     rows = _up(m, step) if _by_columns(a) else m
     depth = _up(k, step) if not _by_columns(a) or _by_columns(b) else k
     sizes = rows, _up(n, step), depth
-    copied = m * k * _is_moved(cx, a, (rows, depth))
-    copied += k * n * (_is_moved(cx, b, sizes[:0:-1]) and not (bias is None and _only_long(b, sizes[1], depth)))
+    left = _is_moved(cx, a, (rows, depth))
+    right = _is_moved(cx, b, sizes[:0:-1]) and not (bias is None and _only_long(b, sizes[1], depth))
+    copied = m * k * left + k * n * right
     copied += m * n * (sizes[1] != n or rows != m and math.prod(batch) > 1) * (not _is_read_by_nests(cx.node))
     copied += m * n * (bias is not None and bias.shape[-2:] == (m, n))
-    lost = 2 * math.prod(map(max, (m, n, k), TILE)) * (SLOWER[align] - 1)
+    low, high, moved = min(m, n), max(m, n), left if m >= n else right
+    whole = low >= TILE[0] or (low > 1 and high >= TILE[0] and not moved)
+    lost = 2 * math.prod(map(max, (m, n, k), TILE if whole else (1, 1, 1))) * (SLOWER[align] - 1)
     cost = BALANCE * 2 * copied * a.dtype.itemsize
     return sizes if math.prod(batch) * (lost - cost) > LAUNCHES else None
 

@@ -280,7 +280,7 @@ def test_rows_that_are_none_are_written_in_place(op: str) -> None:
 def test_what_a_kernel_makes_is_padded_for_nothing() -> None:
     """The copy of an operand that is there counts, one that a kernel stores with padding does not."""
     with torch._subclasses.FakeTensorMode():
-        x, w = (torch.empty(s, dtype=torch.bfloat16) for s in ((4096, 415), (415, 512)))
+        x, w = (torch.empty(s, dtype=torch.bfloat16) for s in ((32768, 415), (415, 64)))
         assert not is_padded(program_of(torch.mm, x, w, mode="real"))
         assert is_padded(program_of(lambda x, w: torch.cat((x[:, :64], x[:, 64:] * 2), 1) @ w, x, w, mode="real"))
 
@@ -349,7 +349,7 @@ def test_narrow_operands_fill_a_part_of_a_tile(seed: int) -> None:
     """A few columns or rows of very many: whole tiles are computed, so padding pays though the operations are few; of
     fewer it does not. No tile of our own kernel is mostly empty."""
     rng = random.Random(seed)
-    few, rows, width = rng.choice([1, 3, 5, 7]), rng.randint(150_000, 400_000) | 1, 8 * rng.randint(20, 40)
+    few, rows, width = rng.choice([3, 5, 7]), rng.randint(150_000, 400_000) | 1, 8 * rng.randint(20, 40)
     for shapes in (((rows, width), (width, few)), ((few, rows), (rows, width)), ((rows, few), (few, width))):
         for scale, pays in ((1, True), (40, False)):
             a, b = (
@@ -359,6 +359,19 @@ def test_narrow_operands_fill_a_part_of_a_tile(seed: int) -> None:
                 program = program_of(lambda a, b: a @ b, a, b, options=GPU)
             assert is_padded(program) == pays, (a.shape, b.shape)
             assert not [n for n in program.nodes if isinstance(n, Template)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_vectors_small_matrices_and_caches_stay(seed: int) -> None:
+    """One vector for each, a batch of small products, a few rows times many that would have to be copied."""
+    r = random.Random(seed)
+    batch, keys, few = r.randint(2000, 5000), r.randint(3_000_000, 5_000_000) | 1, r.choice([3, 5, 7])
+    for one, other in (
+        ((keys, 64), (64, 1)), ((1, 64), (64, keys)), ((batch, 27, 64), (batch, 64, 27)), ((few, 64), (64, keys)),
+    ):  # fmt: skip
+        a, b = torch.empty(one, dtype=torch.bfloat16), torch.empty(other, dtype=torch.bfloat16)
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+            assert not is_padded(program_of(lambda a, b: (a @ b) * 2, a, b, options=GPU)), (one, other)
 
 
 @pytest.mark.parametrize("seed", range(4))
