@@ -152,12 +152,12 @@ def _pieces(
 ) -> tuple[int, int]:
     """Into how many parts a row should be cut (1: not at all); and how many equal parts are better than unequal ones,
     at least (0: only about as many). Neighbours of unequal parts are kernels of their own."""
+    strided = reduces_columns(loops)
     if options.batch_invariant and has_order(loops):
-        down = reduces_columns(loops)
-        whole = not down and of_softmax(program, depends, position, loops)
-        return pieces_by_length(loops.rnumel.constant, down, whole, target.is_gpu), 0
+        whole = not strided and of_softmax(program, depends, position, loops)
+        return pieces_by_length(loops.rnumel.constant, strided, whole, target.is_gpu), 0
     pieces = pieces_wanted(loops, program.buffers, target)
-    if pieces == 1 or not target.is_gpu or not reduces_columns(loops):
+    if pieces == 1 or not target.is_gpu or not strided:
         return pieces, 0
     columns = max(1, loops.numel.hint())
     if _pairs(program, depends, position, loops):

@@ -14,12 +14,10 @@ references = sys.getrefcount
 
 
 def take_in_python(p: PythonPrinter, step: Take) -> None:
-    ask = f"if references({step.reuse}) == UNSHARED and owned({step.reuse}):"
-    for line, alloc in ((ask, step), ("else:", Alloc(step.buffer))):
-        p.put(line)
-        p.pad += "    "
-        p._alloc(alloc)
-        p.pad = p.pad[:-4]
+    p.put(f"if references({step.reuse}) == UNSHARED and owned({step.reuse}):")
+    p._block((Alloc(step.buffer, step.reuse),))
+    p.put("else:")
+    p._block((Alloc(step.buffer),))
 
 
 def owned(t: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ ns per tensor. A backward graph has no other form: it resolves what is negated.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import ArgumentError
 from ..ir.expr import Sym
-from ..ir.program import Buffer
 from ..logs import get as logger
 from ..options import Options
 from . import host, structure
 from .cpp import laid_out
+from .python import py
+from .runtime import expect
 
 SKIP, READ, WRITTEN = b"-rw"
 
@@ -71,36 +72,43 @@ def _forward(call: Callable[..., Any], module: torch.fx.GraphModule, inputs: Seq
 
 def _backward(call: Callable[[list], Any], program: Any) -> Callable[[list], Any]:
     """``call`` with the checks. What the forward was given is saved as it is, and may be another tensor by now
-    (``p.data = torch.empty(0)``), of which autograd's versions know nothing: AOTAutograd names these ``primals_N``."""
+    (``p.data = torch.empty(0)``), of which autograd's versions know nothing: AOTAutograd names these ``primals_N``.
+    And a hook for saved tensors may bring them in another layout (``save_on_cpu`` with pinned memory does)."""
     needed = laid_out(program)
     kinds = bytes(READ if x in needed else SKIP for x in program.inputs)
-    saved = [x in needed and x.startswith("primals_") for x in program.inputs]
-    buffers = [program.buffers[x] if of_forward else None for x, of_forward in zip(program.inputs, saved)]
-    layouts = tuple(b and tuple(-1 if e.symbols() else int(e) for e in (*b.shape, *b.strides)) for b in buffers)
-    usual = _usual()
+    places = [i for i, x in enumerate(program.inputs) if isinstance(x, Sym)]
+    layouts, usual = _layouts(program, needed), _usual()
 
     def run(args: list) -> Any:
-        if not usual(args, kinds, layouts):
-            sizes = {x.name: v for x, v in zip(program.inputs, args) if isinstance(x, Sym)}
+        wanted = layouts(*[args[i] for i in places])
+        if not usual(args, kinds, wanted):
             for i, x in enumerate(args):
                 if kinds[i] == READ and isinstance(x, torch.Tensor) and structure.has_memory(x):
                     what = f"{program.inputs[i]}, which a compiled graph saved for backward"
                     _expect_memory(x, what)
-                    _expect_sizes(x, buffers[i], sizes, what)
-                    args[i] = x.resolve_neg()
+                    args[i] = _laid_out(x.resolve_neg(), wanted[i], what)
         return call(args)
 
     return run
 
 
-def _expect_sizes(x: torch.Tensor, saved: Buffer | None, sizes: dict[str, int], what: str) -> None:
-    """Sizes whose symbols are not arguments of the graph are read from such tensors: any fit."""
-    if saved is None:
-        return
-    want = [e.evaluate(sizes) if {s.name for s in e.symbols()} <= sizes.keys() else None for e in saved.shape]
-    if x.dim() != len(want) or any(n not in (None, have) for n, have in zip(want, x.shape)):
-        wanted = ["any" if n is None else n for n in want]
-        raise ArgumentError(f"{what}: sizes {list(x.shape)}, which were {wanted}: its data was replaced since")
+def _layouts(program: Any, needed: Collection[Any]) -> Callable[..., tuple]:
+    """Of the values of the symbols among a program's inputs, sizes and strides per input that is needed, in one tuple;
+    else None. -1: any, since it is read from a tensor."""
+    given = {x for x in program.inputs if isinstance(x, Sym)}
+    buffers = [program.buffers[x] if x in needed else None for x in program.inputs]
+    numbers = (b and [py(e) if e.symbols() <= given else "-1" for e in (*b.shape, *b.strides)] for b in buffers)
+    text = "".join("None, " if n is None else f"({''.join(e + ', ' for e in n)}), " for n in numbers)
+    names = ", ".join(x.name for x in program.inputs if isinstance(x, Sym))
+    return eval(f"lambda {names}: ({text})", {"int_max": max, "int_min": min})  # type: ignore[no-any-return]
+
+
+def _laid_out(x: torch.Tensor, wanted: tuple[int, ...], what: str) -> torch.Tensor:
+    sizes, strides = wanted[: len(wanted) // 2], wanted[len(wanted) // 2 :]
+    if x.dim() != len(sizes) or any(n not in (-1, have) for n, have in zip(sizes, x.shape)):
+        text = ["any" if n < 0 else n for n in sizes]
+        raise ArgumentError(f"{what}: sizes {list(x.shape)}, which were {text}: its data was replaced since")
+    return x if -1 in strides else expect(x, tuple(x.shape), strides)
 
 
 def _expect_memory(x: torch.Tensor, what: str) -> None:

@@ -141,6 +141,30 @@ def test_dynamic_sizes_freed_between_forward_and_backward(wrapper):
         out.sum().backward()
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@BOTH
+def test_saved_tensors_in_another_layout(wrapper, dynamic):
+    """As a hook brings them, or as data that replaced a parameter's."""
+
+    def fn(x, w):
+        return (x.sin() @ w).sigmoid().sin() + w.sin().mean(1, keepdim=True)
+
+    def turned(t):
+        order = tuple(reversed(range(t.dim())))
+        return t.detach().permute(order).contiguous().permute(order)
+
+    f = reflib.compile(fn, wrapper=wrapper, dynamic=dynamic)
+    for n in (N, N + 1):
+        x, w = torch.randn(3, n, 4, requires_grad=True), torch.randn(3, 4, n, requires_grad=True)
+        want = torch.autograd.grad(fn(x, w).sum(), (x, w))
+        f(x, w).sum().backward()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, turned):
+            torch.testing.assert_close(torch.autograd.grad(f(x, w).sum(), (x, w)), want)
+        out = f(x, w)
+        x.data, w.data = turned(x), turned(w)
+        torch.testing.assert_close(torch.autograd.grad(out.sum(), (x, w)), want)
+
+
 @BOTH
 def test_tangents_and_layouts_are_eager_s(wrapper):
     def fn(x):

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import statistics
 import time
 from itertools import pairwise
 
