@@ -56,7 +56,7 @@ def mean(cx: LoweringContext, x: View, dim: Any = None, keepdim: bool = False, *
 
 
 def _extremes(kind: str, cx: LoweringContext, x: View, dim: Any = None, keepdim: bool = False) -> View:
-    if any(n == 0 for n in x.shape):
+    if any(x.shape[d] == 0 for d in dims_of(x, dim)):
         raise Unsupported("nothing has no extreme: eager's error")
     return reduction(cx, x, dims_of(x, dim), lambda k, v: extreme(k, kind, v))
 
