@@ -76,8 +76,8 @@ def _backward(call: Callable[[list], Any], program: Any) -> Callable[[list], Any
     And a hook for saved tensors may bring them in another layout (``save_on_cpu`` with pinned memory does)."""
     needed = laid_out(program)
     kinds = bytes(READ if x in needed else SKIP for x in program.inputs)
-    places = [i for i, x in enumerate(program.inputs) if isinstance(x, Sym)]
-    layouts, usual = _layouts(program, needed), _usual()
+    symbols = {x: i for i, x in enumerate(program.inputs) if isinstance(x, Sym)}  # (one may be given twice)
+    places, layouts, usual = [*symbols.values()], _layouts(program, symbols, needed), _usual()
 
     def run(args: list) -> Any:
         wanted = layouts(*[args[i] for i in places])
@@ -92,14 +92,14 @@ def _backward(call: Callable[[list], Any], program: Any) -> Callable[[list], Any
     return run
 
 
-def _layouts(program: Any, needed: Collection[Any]) -> Callable[..., tuple]:
-    """Of the values of the symbols among a program's inputs, sizes and strides per input that is needed, in one tuple;
-    else None. -1: any, since it is read from a tensor."""
-    given = {x for x in program.inputs if isinstance(x, Sym)}
+def _layouts(program: Any, symbols: Collection[Sym], needed: Collection[Any]) -> Callable[..., tuple]:
+    """Of the values of ``symbols``, those among a program's inputs: sizes and strides per input that is needed, in one
+    tuple; else None. -1: any, since it is read from a tensor."""
+    given = {*symbols}
     buffers = [program.buffers[x] if x in needed else None for x in program.inputs]
     numbers = (b and [py(e) if e.symbols() <= given else "-1" for e in (*b.shape, *b.strides)] for b in buffers)
     text = "".join("None, " if n is None else f"({''.join(e + ', ' for e in n)}), " for n in numbers)
-    names = ", ".join(x.name for x in program.inputs if isinstance(x, Sym))
+    names = ", ".join(x.name for x in symbols)
     return eval(f"lambda {names}: ({text})", {"int_max": max, "int_min": min})  # type: ignore[no-any-return]
 
 
