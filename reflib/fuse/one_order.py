@@ -13,8 +13,6 @@ stay whole: it might be a short one, and a program that was compiled for that on
 """
 
 from ..ir.loops import LoopNest, Reduce
-from ..ir.program import Program
-from .dependencies import Dependencies
 
 WHOLE, PIECE = 512, 256  # rows of columns
 SHORT, EACH = 1 << 14, 1 << 12  # elements of a row
@@ -43,21 +41,3 @@ def pieces_by_length(length: int | None, columns: bool, whole: bool, gpu: bool) 
     if whole or not gpu:
         return min(MOST, 1 << (length // LONG).bit_length() + 2)
     return min(MOST, 1 << (length // (PIECE if columns else EACH)).bit_length() - 1)
-
-
-def of_softmax(program: Program, depends: Dependencies, position: int, loops: LoopNest) -> bool:
-    """Is what is summed made, element by element, with the maximum of the same row?"""
-    todo, seen = [position], {position}
-    while todo:
-        at = todo.pop()
-        for name in program.nodes[at].reads():
-            writer = depends.last_writer(name, at)
-            maker = None if writer is None else program.nodes[writer]
-            if writer is None or writer in seen or not isinstance(maker, LoopNest):
-                continue
-            seen.add(writer)
-            if not maker.reduced:
-                todo.append(writer)
-            elif maker.rnumel == loops.rnumel and any(isinstance(s, Reduce) and s.kind == "max" for s in maker.body):
-                return True
-    return False

@@ -5,7 +5,7 @@ The load of ``buf[e]`` becomes the producer's body, with its axes recovered from
 both masks, and the positions that it reads at, where they may be out of range then, 0.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -16,6 +16,7 @@ from ..ir.expr import Atom, BinOp, Expr, Var, expr, nonneg
 from ..ir.loops import BodyBuilder, Indirect, Load, LoopNest, Stmt, Store, map_stmt, stmt_args, stmt_exprs
 from ..ir.program import Program
 from .decided import Exprs, decided, narrowed, shared_loads, without_selects
+from .dependencies import Dependencies
 from .mapping import strides_of
 
 
@@ -39,6 +40,22 @@ def makes_all(program: Program, loops: LoopNest, store: Store) -> bool:
     buffer = program.buffers[store.buffer]
     alone = sum(s.buffer == store.buffer for s in loops.stores()) == 1
     return alone and (buffer.kind == "temp" or loops.numel == buffer.numel)
+
+
+def makers(
+    program: Program, depends: Dependencies, position: int, through: Callable[[LoopNest], bool]
+) -> Iterator[LoopNest]:
+    """The loop nests that make what a node reads, and what those read that are to be looked ``through``."""
+    todo, seen = [position], {position}
+    while todo:
+        at = todo.pop()
+        for name in program.nodes[at].reads():
+            writer = depends.last_writer(name, at)
+            maker = None if writer is None else program.nodes[writer]
+            if writer is not None and writer not in seen and isinstance(maker, LoopNest):
+                seen.add(writer)
+                yield maker
+                todo += [writer] if through(maker) else []
 
 
 def make_producer(position: int, loops: LoopNest, store: Store) -> Producer | None:

@@ -51,7 +51,8 @@ from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies
 from .mapping import fresh
-from .one_order import has_order, of_softmax, pieces_by_length
+from .one_order import has_order, pieces_by_length
+from .producers import makers
 from .result import Fused
 
 BLOCK = 64  # a piece's length is a multiple of this where possible: generated loops go over rows in such steps
@@ -103,21 +104,23 @@ def _sums_all(loops: LoopNest) -> bool:
 def _rows(program: Program, depends: Dependencies, position: int, loops: LoopNest) -> int:
     """How many of the first axes are rows of which a statistic is needed: all are reduced. 0: none."""
     sizes = [a.size for a in loops.axes]
-    todo, seen = [position] if _sums_all(loops) else [], set[int]()
-    while todo:
-        at = todo.pop()
-        for name in program.nodes[at].reads():
-            writer = depends.last_writer(name, at)
-            maker = None if writer is None else program.nodes[writer]
-            if writer is None or writer in seen or not isinstance(maker, LoopNest):
-                continue
-            seen.add(writer)
-            own = [a.size for a in maker.axes]
-            if maker.reduced and own == sizes and maker.parallel and maker.axes[-1].kind == "r":
-                return len(maker.parallel)
-            if not maker.reduced and own in (sizes, sizes[: len(own)]):
-                todo.append(writer)
+
+    def elementwise(maker: LoopNest) -> bool:
+        own = [a.size for a in maker.axes]
+        return not maker.reduced and own in (sizes, sizes[: len(own)])
+
+    for maker in makers(program, depends, position, elementwise) if _sums_all(loops) else ():
+        if maker.reduced and [a.size for a in maker.axes] == sizes and maker.parallel and maker.axes[-1].kind == "r":
+            return len(maker.parallel)
     return 0
+
+
+def _of_softmax(program: Program, depends: Dependencies, position: int, loops: LoopNest) -> bool:
+    """Is what is summed made, element by element, with the maximum of the same row?"""
+    return any(
+        maker.rnumel == loops.rnumel and any(isinstance(s, Reduce) and s.kind == "max" for s in maker.body)
+        for maker in makers(program, depends, position, lambda maker: not maker.reduced) if maker.reduced
+    )  # fmt: skip
 
 
 def _long_rows(loops: LoopNest, pieces: int, enough: int) -> int:
@@ -154,7 +157,7 @@ def _pieces(
     at least (0: only about as many). Neighbours of unequal parts are kernels of their own."""
     strided = reduces_columns(loops)
     if options.batch_invariant and has_order(loops):
-        whole = not strided and of_softmax(program, depends, position, loops)
+        whole = not strided and _of_softmax(program, depends, position, loops)
         return pieces_by_length(loops.rnumel.constant, strided, whole, target.is_gpu), 0
     pieces = pieces_wanted(loops, program.buffers, target)
     if pieces == 1 or not target.is_gpu or not strided:

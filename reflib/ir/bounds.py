@@ -92,10 +92,9 @@ def _least(e: Expr, sign: int = 1) -> int | None:
     """The least value of ``sign * e``, if it is a sum of numbers times loop variables of known sizes."""
     least = 0
     for m, c in e.terms:
-        size = (m[0].size.constant if len(m) == 1 and isinstance(m[0], (Var, Ref)) else None) if m else 2
-        if size is None:
+        if m and (len(m) > 1 or not isinstance(m[0], (Var, Ref)) or m[0].size.constant is None):
             return None
-        least += sign * c if not m else min(0, sign * c) * (size - 1)
+        least += min(0, sign * c) * (m[0].size.constant - 1) if m else sign * c  # type: ignore[attr-defined, operator]
     return least
 
 
