@@ -58,9 +58,9 @@ class Attention(nn.Module):
 
 
 def _model(kind: str, shape: tuple[int, ...]) -> Model:
-    return Model(
-        f"flex {kind} {'x'.join(map(str, shape))}", lambda real: (Attention(kind, *(shape if real else SMALL)), ())
-    )
+    name = f"flex {kind} {'x'.join(map(str, shape))}"
+    modes = ("inference", "training") if torch.cuda.is_available() else ("inference",)
+    return Model(name, lambda real: (Attention(kind, *(shape if real else SMALL)), ()), modes=modes)
 
 
 MODELS = [_model(kind, shape) for shape in SHAPES for kind in (KINDS if shape == SHAPES[0] else ("causal",))]
