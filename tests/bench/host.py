@@ -53,7 +53,11 @@ def section(bench: Bench) -> None:
     us = {who: f.get("us", {}) for who, f in found.items()}
     names = list(dict.fromkeys(c for by in us.values() for c in by))
     body = [[c, *(f"{us[w][c]:.1f}" if us[w].get(c) else "-" for w in contenders)] for c in names]
-    more = (("a launch more", SINGLE, SIXTEEN), ("an ATen call more", SORT, SORTS), ("a user's launch more", USER, USERS))
+    more = (
+        ("a launch more", SINGLE, SIXTEEN),
+        ("an ATen call more", SORT, SORTS),
+        ("a user's launch more", USER, USERS),
+    )
     for what, one, many in more:
         body.append([what, *(f"{x:.2f}" if (x := extra(us[w], one, many)) is not None else "-" for w in contenders)])
     lines = [table(["host, µs per call", *contenders], body), *errors(found)]
@@ -63,7 +67,8 @@ def section(bench: Bench) -> None:
 
 
 def all_calls(bench: Bench, contenders: Sequence[str], among: Sequence[str]) -> dict[str, Any]:
-    """What each found of the programs ``among``. A process that ends early, or never gets ready, holds up none beyond its time limit."""
+    """What each found of the programs ``among``. A process that ends early, or never gets ready, holds up none beyond
+    its time limit."""
 
     def one(who: str) -> dict[str, Any]:
         with children.fresh_caches() as caches:
@@ -131,8 +136,8 @@ def promises(bench: Bench, us: dict[str, dict[str, Any]], builds: dict[str, Any]
 
 
 def on_gpu(us: dict[str, dict[str, Any]]) -> list[Promise]:
-    """Users' kernels, each beside one of ours; recorded calls. There the plain wrapper is in Python, and is called as the recorded one is: by ``reflib.compile``, or through Dynamo's
-    own wrapper, which TorchInductor's needs too."""
+    """Users' kernels, each beside one of ours; recorded calls. There the plain wrapper is in Python, and is called as
+    the recorded one is: by ``reflib.compile``, or through Dynamo's own wrapper, which TorchInductor's needs too."""
 
     def over(ours: str, theirs: str) -> float | None:
         return ratio(us[ours].get(ALONE), us[theirs].get(ALONE))
