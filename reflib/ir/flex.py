@@ -16,7 +16,7 @@ name what the kernel is given and writes:
 **The slot** is a loop nest over (b, h, m, n), one point of the matrix of scores. It loads ``score`` and ``grad``
 (the gradient of its result) and stores ``modified`` (the score function's result), ``mask`` and ``of_score`` (the
 gradient of ``score``). What it does not store is the identity, or true everywhere. Any other buffer's name in it is
-a number: that one of ``captured``.
+a number: that one of ``captured``. To some of these ``dq`` adds (``Store.reduce``): gradients of captured tensors.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,6 @@ from .user_kernel import Launched
 
 INPUTS = ("score", "grad")
 RESULTS = ("modified", "mask", "of_score")
-WRITTEN = {"forward": ("out", "lse", "top"), "dq": ("dq",), "dkv": ("dk", "dv")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,8 +168,27 @@ def test_dense_with_a_reason(masks, monkeypatch):
     e = reflib.explain(relative, q.half(), k.half(), v.half(), table, masks, target="sm_75")
     assert "no tensor cores" in reason(e)
     monkeypatch.setattr(flex, "_validate_device", lambda *a: None)
-    e = reflib.explain(relative, *given(), masks, target="sm_90")
-    assert len(launches(e)) == 1 and reason(e.backward) == "gradients of captured tensors"
+    e = reflib.explain(relative, *given(), masks, target="sm_90", atomics=False)
+    assert len(launches(e)) == 1 and "the gradient of a captured tensor calls" in reason(e.backward)
+
+
+def test_gradients_of_captured_tensors_are_fused(monkeypatch):
+    """Added to by one kernel of the backward, for all architectures: terms at one place are summed before."""
+    monkeypatch.setattr(flex, "_validate_device", lambda *a: None)
+    for name, sums in (("relative learned", 0), ("slopes learned", 2)):
+        case = replace(CASES[name], dtype=torch.bfloat16)
+        q, k, v, table = case.tensors()
+        given = *(t.requires_grad_() for t in (q, k, v)), table.bfloat16().requires_grad_()
+        e = reflib.explain(case.function(case.block_mask()), *given, target="sm_90").backward
+        dq, dkv = (next(k for k in e.kernels if k.name.endswith(kind)) for kind in ("_dq", "_dkv"))
+        assert (
+            "atomic" not in dkv.source
+            and dq.source.count("keep_dims=True") + dq.source.count("tl.sum(tl.where") == 2 * sums
+        )
+        for arch in CUDA:
+            target = parse_target(arch)
+            if target.capability >= 80:
+                compile_kernel(dq, target)
 
 
 def test_tilings_are_candidates(masks):
