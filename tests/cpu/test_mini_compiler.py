@@ -1,4 +1,4 @@
-"""The module that the two chapters on a compiler of one's own grow: each step by itself, and the whole against eager."""
+"""The module that two chapters grow, a compiler: each step by itself, and the whole against eager."""
 
 from pathlib import Path
 from typing import Any
@@ -155,5 +155,5 @@ def test_a_module_continues_that_of_another_notebook(tmp_path: Path, monkeypatch
     toy = growing.Growing("toy", continues="toy")
     toy.step("two", "b = a\n")
     assert toy.text == "a = 1\nb = a\n" and toy.before("two") == "a = 1\n"
-    with pytest.raises(LabError, match="other.ipynb is not here"):
+    with pytest.raises(LabError, match=r"other\.ipynb is not here"):
         growing.Growing("toy", continues="other")
