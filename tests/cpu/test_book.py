@@ -195,6 +195,15 @@ def test_the_results_begin_with_what_was_timed_together() -> None:
     assert standing.counts(found) == ["1", "1", "1", "2"]  # faster, equal, slower, no number
 
 
+def test_the_results_say_how_much_of_a_set_was_measured() -> None:
+    rows = [
+        row("reflib, tuned", 1.0, at={"M": 1}), row("TorchInductor max-autotune", None, at={"M": 1}),
+        row("reflib, tuned", 1.0, at={"M": 2}), row("reflib", 1.0, name="b", at={"M": 3}),
+        row("all cases", 9.0, metric="count"),
+    ]  # fmt: skip
+    assert list(standing.sets_of(rows)) == ["a, 2 of 9 cases, 1 of them beside TorchInductor"]
+
+
 def test_a_floor_is_bytes_operations_or_the_device_alone() -> None:
     limits = 1e3, 1e6  # bytes and operations per µs: 1 GB/s, 1 TFLOP/s
     peers = ("eager", 90.0), ("reflib", 30.0)
