@@ -79,7 +79,7 @@ class Standings:
         parts = [f"{len(self.lines)} of {self.count} cases were measured."]
         for contender in [c for c in self.contenders if c not in self.against][::-1]:
             both = self.gains(contender, self.against)
-            means = [f"{geometric_mean(g):.2f} times as fast as {p}"
+            means = [f"{geometric_mean(g):.2f} times as fast as {p} (slower in {sum(r < 1 for r in g)} of {len(g)})"
                      for p in self.against if (g := self.gains(contender, [p]))]  # fmt: skip
             if both:
                 parts.append(
@@ -87,6 +87,8 @@ class Standings:
                     f"(geometric means; {min(both):.2f} to {max(both):.2f}); slower than the better of them in "
                     f"{sum(g < 1 for g in both)} of {len(both)}."
                 )
+            elif means:
+                parts.append(f"{contender}: {', '.join(means)} (geometric means).")
         failed = [line.place for line in self.lines if line.us(self.ours) is None]
         disturbed = [line.place for line in self.lines if line.disturbed]
         parts += [f"{self.ours} has no time for: {', '.join(failed)}."] if failed else []
