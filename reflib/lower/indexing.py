@@ -1,6 +1,6 @@
 """Ops that move elements: cat, pad, slices written into, flips; reads, and a write per row, at positions in tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
 from math import prod
@@ -86,7 +86,9 @@ def cat(cx: LoweringContext, tensors: Sequence[View], dim: int = 0) -> View:
         if (runs := _runs(cx, parts, d)) is not None:
             return _stored_each(cx, parts, d, runs, compute)
         if not _cut(cx, parts, d):
-            raise Unsupported(f"{len(parts)} tensors")
+            if not _given(cx, parts):
+                raise Unsupported(f"{len(parts)} tensors")
+            return _stored_each(cx, parts, d, _alike(parts), compute)
     return nest(cx, lambda k: _joined(k, parts, d, compute))
 
 
@@ -96,6 +98,20 @@ def _cut(cx: LoweringContext, parts: Sequence[View], d: int) -> bool:
     lengths = {(t.shape[d] * row).constant or 0 for t in parts}
     few = len(parts) <= MANY and len(lengths) <= LENGTHS
     return cx.on_gpu and few and all(n >= SECTOR and n % PIECE == 0 for n in lengths)
+
+
+def _given(cx: LoweringContext, parts: Sequence[View]) -> bool:
+    """Are they inputs, whose copies a GPU can make at one time, by kernels that share launches? Of 48 parts of 16 to 31
+    columns ATen's call takes 103 us on an H200, such a launch of TorchInductor's 61."""
+    return cx.on_gpu and len(parts) <= MANY and all(cx.low.buffers[t.buffer].kind == "input" for t in parts)
+
+
+def _alike(parts: Sequence[View], apart: Collection[str] = ()) -> list[list[int]]:
+    """Their numbers: of those that follow each other and have one shape together, up to ``MAX_CAT_INPUTS``; buffers in
+    ``apart`` are alone."""
+    alike = groupby(range(len(parts)), lambda i: i if parts[i].buffer in apart else parts[i].shape)
+    found = [list(same) for _, same in alike]
+    return [same[n : n + MAX_CAT_INPUTS] for same in found for n in range(0, len(same), MAX_CAT_INPUTS)]
 
 
 def _runs(cx: LoweringContext, parts: Sequence[View], d: int) -> list[list[int]] | None:
@@ -110,9 +126,7 @@ def _runs(cx: LoweringContext, parts: Sequence[View], d: int) -> list[list[int]]
     sizes = [(t.shape[d].hint(), t.buffer in computed) for t in parts]
     if sum(n if own else -n for n, own in sizes) < 0 or min(sizes)[0] * row.hint() < RUN:
         return None
-    alike = groupby(range(len(parts)), lambda i: i if parts[i].buffer in reduced else parts[i].shape)
-    found = [list(same) for _, same in alike]
-    runs = [same[n : n + MAX_CAT_INPUTS] for same in found for n in range(0, len(same), MAX_CAT_INPUTS)]
+    runs = _alike(parts, reduced)
     small = 2 * (prod(cx.shape[:d], start=row) * cx.shape[d]).hint() < LAUNCH * (len(runs) - 2)
     return None if cx.on_gpu and small else runs
 
