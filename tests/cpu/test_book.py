@@ -223,7 +223,8 @@ def test_a_floor_is_bytes_operations_or_the_device_alone() -> None:
 def test_the_results_have_floors_and_every_claim_that_failed(pages: Path) -> None:
     text = unescape(article(pages, "book/results"))
     beside = re.findall(r'reflib-floor"><p><a href="../notebooks/([\w-]+).html', text)
-    assert {p.stem for p in CHAPTERS} <= set(beside)
+    whole = {slug for slug, told in data.chapters(ROOT).items() if not told.newer}  # of others the floor may be missing
+    assert {p.stem for p in CHAPTERS} & whole <= set(beside)
     assert re.search(r"\d+ of \d+ claims in \d+ chapters", text)
     for slug, path in data.recordings(ROOT):
         for claim in json.loads(path.read_text(encoding="utf-8"))["claims"]:
@@ -269,7 +270,8 @@ def test_the_status_page_has_time_and_device_of_every_notebook(pages: Path) -> N
     for told in data.chapters(ROOT).values():
         row = next(r for r in re.findall(r"<tr.*?</tr>", text, re.S) if f"/{told.slug}.html" in r)
         assert told.stamp["device"] in row and told.stamp["commit"] in row
-        assert "match its code" in row and re.search(r">\s*(<p>)?\d+ s<", row), told.slug
+        assert "match its code" in row, told.slug
+        assert told.newer or re.search(r">\s*(<p>)?\d+ s<", row), told.slug  # (how long all cells take is not known)
 
 
 def test_cells_that_are_newer_than_the_recording_say_so(pages: Path) -> None:
