@@ -201,3 +201,18 @@ def test_what_is_filled_waits_for_what_needs_it() -> None:
     program = explained(step, *args).graphs[1].fused.program
     fill = next(i for i, n in enumerate(program.nodes) if not n.reads())
     assert set(program.nodes[fill].writes()) & set(program.nodes[fill + 1].writes())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_few_rows_that_were_scanned_are_reduced_where_they_were(seed: int) -> None:
+    """In the program that scans a row, however few there are: pieces of it were two more launches."""
+    rng = random.Random(seed)
+    batch, steps, heads = rng.randrange(1, 5), rng.randrange(256, 1024), rng.randrange(3, 33)
+
+    def decay(a: torch.Tensor) -> torch.Tensor:
+        c = F.logsigmoid(a.float()).cumsum(1)
+        return (c[:, -1:] - c).exp()
+
+    (kernel,) = launches(explained(decay, half(batch, steps, heads)))
+    (of_most,) = launches(explained(lambda a: (a.float().cumsum(1) * 2).amax(1), half(batch, steps, heads)))
+    assert "associative_scan" in kernel[1] and "associative_scan" in of_most[1]
