@@ -216,3 +216,17 @@ def test_few_rows_that_were_scanned_are_reduced_where_they_were(seed: int) -> No
     (kernel,) = launches(explained(decay, half(batch, steps, heads)))
     (of_most,) = launches(explained(lambda a: (a.float().cumsum(1) * 2).amax(1), half(batch, steps, heads)))
     assert "associative_scan" in kernel[1] and "associative_scan" in of_most[1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_halves_of_short_rows_are_no_columns(seed: int) -> None:
+    """Rows of fewer elements than a square has: it was compared as if it were full, and half of its threads idle."""
+    rng = random.Random(seed)
+    rows, length = rng.randrange(4000, 40000), rng.randrange(32, 64)
+
+    def latent(x: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, scale = x.chunk(2, -1)
+        return mean + scale.exp() * noise, (mean.float() ** 2 + scale).sum(-1)
+
+    ((config, _),) = launches(explained(latent, half(rows, 2 * length), half(rows, length)))
+    assert config.reduction == "persistent" and config.rblock < 2 * length
