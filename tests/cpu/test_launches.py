@@ -230,3 +230,17 @@ def test_halves_of_short_rows_are_no_columns(seed: int) -> None:
 
     ((config, _),) = launches(explained(latent, half(rows, 2 * length), half(rows, length)))
     assert config.reduction == "persistent" and config.rblock < 2 * length
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_large_transpose_has_a_launch_of_its_own(seed: int) -> None:
+    """Several parts go over memory in one order; tiles go along both sides."""
+    rng = random.Random(seed)
+    a, b = (torch.empty(rng.randrange(8, 16), 8 * rng.randrange(8, 30), rng.randrange(128, 300)) for _ in range(2))
+
+    def both(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return a.transpose(1, 2).contiguous(), b.transpose(1, 2).contiguous()
+
+    large, small = launches(explained(both, a, b)), launches(explained(both, a[:1, :, :60], b[:1, :, :60]))
+    assert [dict(config.extras).get("yblock", 0) > 1 for config, _ in large] == [True, True]
+    assert len(small) == 1
