@@ -22,6 +22,7 @@ from .rules import Unsupported, rule
 MAX_CAT_INPUTS = 16
 MANY, LENGTHS = 64, 4  # ... unless a GPU's kernel is cut where they meet (``fuse.pieces``); different lengths of those
 SECTOR, PIECE = 32, 16  # ... bytes: the least run of each of those, and of what it is a multiple
+LONG_RUN, TOGETHER, AHEAD = 512, 32, 8  # bytes; parts; reads that are on their way at once
 RUN = 64  # bytes: of shorter rows, a store of their own touches as much as a copy would
 
 
@@ -86,6 +87,8 @@ def cat(cx: LoweringContext, tensors: Sequence[View], dim: int = 0) -> View:
         if (runs := _runs(cx, parts, d)) is not None:
             return _stored_each(cx, parts, d, runs, compute)
         if not _cut(cx, parts, d):
+            if cx.on_gpu and all(n and n <= LONG_RUN for n in _lengths(cx, parts, d)):
+                return _in_windows(cx, parts, d, compute)
             if not _given(cx, parts):
                 raise Unsupported(f"{len(parts)} tensors")
             return _stored_each(cx, parts, d, _alike(parts), compute)
@@ -94,10 +97,15 @@ def cat(cx: LoweringContext, tensors: Sequence[View], dim: int = 0) -> View:
 
 def _cut(cx: LoweringContext, parts: Sequence[View], d: int) -> bool:
     """Will a kernel that joins many parts be cut where they meet, so that each is read as it is?"""
-    row = cx.low.symbols.exprs(cx.fakes[0].stride())[d] * cx.dtype.itemsize
-    lengths = {(t.shape[d] * row).constant or 0 for t in parts}
+    lengths = set(_lengths(cx, parts, d))
     few = len(parts) <= MANY and len(lengths) <= LENGTHS
     return cx.on_gpu and few and all(n >= SECTOR and n % PIECE == 0 for n in lengths)
+
+
+def _lengths(cx: LoweringContext, parts: Sequence[View], d: int) -> list[int]:
+    """Bytes of each part's runs in the result; 0 where they are not known."""
+    row = cx.low.symbols.exprs(cx.fakes[0].stride())[d] * cx.dtype.itemsize
+    return [(t.shape[d] * row).constant or 0 for t in parts]
 
 
 def _given(cx: LoweringContext, parts: Sequence[View]) -> bool:
@@ -143,6 +151,35 @@ def _stored_each(
         for i in numbers:
             k.store(places[i], k.load(parts[i]).to(compute))
         k.finish()
+    return whole
+
+
+def _in_windows(cx: LoweringContext, parts: Sequence[View], d: int, compute: torch.dtype) -> View:
+    """Many short runs side by side. A program copies the same few rows of up to ``TOGETHER`` parts, so that the lines
+    of the result, of which each run is a piece, are whole before they leave the cache. Parts of 16 to 31 columns are
+    two windows of 16 each, which overlap: there are no conditions. (Of 17 parts of 60,000 rows ATen's copy, an element
+    at a time, took 137 us on an H200, each part's by itself 82; their bytes take 22.)"""
+    row = (prod(cx.shape[d + 1 :], start=expr(1)) * cx.dtype.itemsize).hint()
+    lengths = [t.shape[d].constant or 0 for t in parts]
+    if not cx.on_gpu or not all(0 < n * row <= LONG_RUN for n in lengths):
+        raise Unsupported(f"{len(parts)} tensors")
+    whole = cx.out()
+    starts, windows = [*accumulate(lengths, initial=0)], dict[int, list[int]]()
+    for i, n in enumerate(lengths):
+        windows.setdefault(1 << n.bit_length() - 1, []).append(i)
+    for size, same in windows.items():
+        pieces = [(i, at) for i in same for at in dict.fromkeys((0, lengths[i] - size))]
+        for n in range(0, len(pieces), 2 * TOGETHER):
+            k = NestBuilder(cx, (*cx.shape[:d], expr(size), *cx.shape[d + 1 :]))
+            coords = [[*k.coords[:d], k.coords[d] + at, *k.coords[d + 1 :]] for _, at in pieces]
+            for m in range(n, min(len(pieces), n + 2 * TOGETHER), AHEAD):
+                some = range(m, min(len(pieces), n + 2 * TOGETHER, m + AHEAD))
+                values = [k.load(parts[pieces[j][0]], coords[j]).to(compute) for j in some]  # read before any is stored
+                for j, value in zip(some, values):
+                    i = pieces[j][0]
+                    place = replace(whole, shape=parts[i].shape, offset=whole.offset + whole.strides[d] * starts[i])
+                    k.store(place, value, coords[j])
+            k.finish()
     return whole
 
 

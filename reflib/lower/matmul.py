@@ -68,20 +68,25 @@ def _product(cx: LoweringContext, target: Any, a: View, b: View, args: tuple[Vie
     padded = padding.padded_sizes(cx, a, b, args[0] if len(args) == 3 else None) if tensor_cores else None
     if padded is not None and low.options.autotune == "off":
         tiling = padding.in_place(cx, a, b, padded) if templates_can_read(cx, args, kwargs) else None
-        if tiling is None:
-            made = in_strips(cx, a, b, padded) if len(args) == 2 and not scale else None
-            return padding.padded_product(cx, target, args, scale, padded) if made is None else made
-        out = cx.out()
-        t = template(cx, low.next_node(), a, b, out, args[0] if len(args) == 3 else None, **kwargs)
-        low.nodes.append(replace(t, tiling=tiling))
-        return out
-    value = extern(cx, target, args, scale, _PLAIN)
+        if tiling is not None:
+            out = cx.out()
+            t = template(cx, low.next_node(), a, b, out, args[0] if len(args) == 3 else None, **kwargs)
+            low.nodes.append(replace(t, tiling=tiling))
+            return out
+        made = in_strips(cx, a, b, padded) if len(args) == 2 and not scale else None
+        value = padding.padded_product(cx, target, args, scale, padded) if made is None else made
+        if made is not None or cx.shape[-2:] != padded[:2]:
+            return value
+        args = low.nodes[-1].args  # type: ignore[union-attr]
+    else:
+        value = extern(cx, target, args, scale, _PLAIN)
     default = low.nodes.pop()
     assert isinstance(default, Extern)
     others: list[Variant] = []
     if gpu and templates_can_read(cx, args, kwargs):
         bias = args[0] if len(args) == 3 else None
-        t = template(cx, default.name, a, b, value, bias, kwargs.get("alpha", 1), kwargs.get("beta", 1))
+        scales = kwargs.get("alpha", 1), kwargs.get("beta", 1)
+        t = template(cx, default.name, args[-2], args[-1], value, bias, *scales)
         others.append(Variant("triton", (t,)))
     failed: tuple[tuple[str, str, str], ...] = ()
     if low.options.autotune != "off":

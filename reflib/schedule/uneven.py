@@ -111,7 +111,7 @@ def _squares(config: Config, t: Any, target: Target) -> Config | None:
         return None
     moved = [a for a in accesses(t.space.body, t.buffers) if a.varies(r)]
     now = cost(moved, {x: min(config.xblock, rows), r: min(config.rblock, length)})
-    square = {x: SQUARE, r: 2 * SQUARE}
+    square = {x: SQUARE, r: min(2 * SQUARE, length)}
     if sum(cost(each, square) for each in _by_pass(t)) > MUCH_FEWER * now:
         return None
     few = 2 if rows < 2 * SQUARE * target.units and length >= 4 * SQUARE else 1  # one program per multiprocessor

@@ -201,3 +201,46 @@ def test_what_is_filled_waits_for_what_needs_it() -> None:
     program = explained(step, *args).graphs[1].fused.program
     fill = next(i for i, n in enumerate(program.nodes) if not n.reads())
     assert set(program.nodes[fill].writes()) & set(program.nodes[fill + 1].writes())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_few_rows_that_were_scanned_are_reduced_where_they_were(seed: int) -> None:
+    """In the program that scans a row, however few there are: pieces of it were two more launches."""
+    rng = random.Random(seed)
+    batch, steps, heads = rng.randrange(1, 5), rng.randrange(256, 1024), rng.randrange(3, 33)
+
+    def decay(a: torch.Tensor) -> torch.Tensor:
+        c = F.logsigmoid(a.float()).cumsum(1)
+        return (c[:, -1:] - c).exp()
+
+    (kernel,) = launches(explained(decay, half(batch, steps, heads)))
+    (of_most,) = launches(explained(lambda a: (a.float().cumsum(1) * 2).amax(1), half(batch, steps, heads)))
+    assert "associative_scan" in kernel[1] and "associative_scan" in of_most[1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_halves_of_short_rows_are_no_columns(seed: int) -> None:
+    """Rows of fewer elements than a square has: it was compared as if it were full, and half of its threads idle."""
+    rng = random.Random(seed)
+    rows, length = rng.randrange(4000, 40000), rng.randrange(32, 64)
+
+    def latent(x: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, scale = x.chunk(2, -1)
+        return mean + scale.exp() * noise, (mean.float() ** 2 + scale).sum(-1)
+
+    ((config, _),) = launches(explained(latent, half(rows, 2 * length), half(rows, length)))
+    assert config.reduction == "persistent" and config.rblock < 2 * length
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_large_transpose_has_a_launch_of_its_own(seed: int) -> None:
+    """Several parts go over memory in one order; tiles go along both sides."""
+    rng = random.Random(seed)
+    a, b = (torch.empty(rng.randrange(8, 16), 8 * rng.randrange(8, 30), rng.randrange(128, 300)) for _ in range(2))
+
+    def both(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return a.transpose(1, 2).contiguous(), b.transpose(1, 2).contiguous()
+
+    large, small = launches(explained(both, a, b)), launches(explained(both, a[:1, :, :60], b[:1, :, :60]))
+    assert [dict(config.extras).get("yblock", 0) > 1 for config, _ in large] == [True, True]
+    assert len(small) == 1
