@@ -60,6 +60,7 @@ from typing import Any
 
 import torch
 
+from ..ir.flex import FlexKernel
 from ..ir.loops import LoopNest, Scan, Store
 from ..ir.program import Extern, Node
 from .context import LoweringContext
@@ -104,7 +105,7 @@ def _why(cx: LoweringContext, n: Node) -> str:
         if any(isinstance(s, Store) and s.reduce for s in n.body) and _floats(cx, n.writes()):
             return "its additions have no order"
         return ""
-    if not isinstance(n, Extern) or not _floats(cx, (o for o in n.outputs if isinstance(o, str))):
+    if not isinstance(n, Extern) or isinstance(n.target, FlexKernel) or not _floats(cx, (o for o in n.outputs if isinstance(o, str))):
         return ""
     name = str(n.target).removeprefix("aten.")
     ours = isinstance(n.target, torch._ops.OpOverload) and n.target.namespace in ("aten", "prims")
