@@ -38,7 +38,7 @@ elements): there, static lengths and dynamic ones differ; numbers of rows do not
 
 Sums over the batch itself (gradients of weights, batch norm in training, the mean of a loss) have no such meaning. They
 are the same from run to run: floats are not added by atomic additions (``atomics=False``; rows that an index names are
-sorted by it, ``accumulate.sorted_rows``), and partial sums have an order.
+added in its order, ``segment_sums``), and partial sums have an order.
 What remains a call of PyTorch's is so too where ``torch.use_deterministic_algorithms`` makes it so.
 
 Convolutions, FFTs, sums inside of custom ops, scans on a GPU and other calls that may choose by size cannot be made
@@ -64,6 +64,7 @@ from ..ir.flex import FlexKernel
 from ..ir.loops import LoopNest, Scan, Store
 from ..ir.program import Extern, Node
 from .context import LoweringContext
+from .segment_sums import SOURCE
 
 # Calls of ATen that move, select, count, or compute each element by itself (by prefix of their names).
 MOVES = (
@@ -105,7 +106,8 @@ def _why(cx: LoweringContext, n: Node) -> str:
         if any(isinstance(s, Store) and s.reduce for s in n.body) and _floats(cx, n.writes()):
             return "its additions have no order"
         return ""
-    if not isinstance(n, Extern) or isinstance(n.target, FlexKernel) or not _floats(cx, (o for o in n.outputs if isinstance(o, str))):
+    own = isinstance(n, Extern) and (isinstance(n.target, FlexKernel) or getattr(n.target, "source", "") == SOURCE)
+    if not isinstance(n, Extern) or own or not _floats(cx, (o for o in n.outputs if isinstance(o, str))):
         return ""
     name = str(n.target).removeprefix("aten.")
     ours = isinstance(n.target, torch._ops.OpOverload) and n.target.namespace in ("aten", "prims")
