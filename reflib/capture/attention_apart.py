@@ -56,7 +56,7 @@ def attend(
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, on_gpu: bool | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Its meaning, with its arguments. ``on_gpu``: None where that is where they are."""
-    if (query.is_cuda if on_gpu is None else on_gpu) and _fused(query, key, value, attn_mask, dropout_p):
+    if _on_gpu(query, on_gpu) and _fused(query, key, value, attn_mask, dropout_p):
         return _flex(query, key, value, attn_mask, is_causal, scale)
     heads = query.shape[:-1]
     groups = enable_gqa and query.ndim > 3 and query.shape[-3] != key.shape[-3]
@@ -87,6 +87,10 @@ def attend_inside(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 # -- as flex_attention ------------------------------------------------------------------------------
+def _on_gpu(query: torch.Tensor, known: bool | None) -> bool:
+    return query.is_cuda if known is None else known
+
+
 def _fused(query: Any, key: Any, value: Any, mask: Any, dropout_p: float) -> bool:
     tensors, gradient = (query, key, value), isinstance(mask, torch.Tensor) and mask.requires_grad
     if dropout_p or gradient or query.dtype not in (*HALVES, torch.float32):
@@ -104,17 +108,19 @@ def _flex(query: Any, key: Any, value: Any, mask: Any, is_causal: bool, scale: f
     length, keys = query.shape[2], key.shape[2]
     none = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=query.device)
     lists: Sequence[Any] = (none[0], none, None, None, none[0], none, None, None)
-    block, score_mod, mask_mod = 1 << 30, _as_is, _everywhere
-    of_score: tuple[Any, ...] = ()
-    of_mask: tuple[Any, ...] = ()
+    block, of_score, of_mask = 1 << 30, (), ()
+    score_mod: Any = _as_is
+    mask_mod: Any = _everywhere
     if is_causal:
         mask_mod = _causal
         if length > BLOCK or keys > BLOCK:
             block, lists = BLOCK, _causal_blocks(length, keys, query.device)
     elif mask is not None:
-        shown = (mask.expand(*query.shape[:3], keys),)
-        (mask_mod, of_mask) = (_where, shown) if mask.dtype == torch.bool else (mask_mod, ())
-        (score_mod, of_score) = (score_mod, ()) if mask.dtype == torch.bool else (_biased, shown)
+        shown: Any = (mask.expand(*query.shape[:3], keys),)
+        if mask.dtype == torch.bool:
+            mask_mod, of_mask = _where, shown
+        else:
+            score_mod, of_score = _biased, shown
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     blocks = BlockMask((length, keys), *lists, BLOCK_SIZE=(block, block), mask_mod=mask_mod).as_tuple()
     return flex_attention(query, key, value, score_mod, blocks, scale, {}, of_score, of_mask)[0]

@@ -229,7 +229,8 @@ def across(fused: Fused, options: Options, target: Target) -> Fused:
         if not isinstance(n, LoopNest) or any(s.reduce for s in n.stores()):
             return n
         if _few(n, max(LONGEST, len(n.loads()))) and (not options.batch_invariant or _in_pairs(n)):
-            written_out, short = unrolled(n, options.batch_invariant), _few(n) and (_strided(n, buffers) or _shared(n, buffers))
+            written_out = unrolled(n, options.batch_invariant)
+            short = _few(n) and (_strided(n, buffers) or _shared(n, buffers))
             short = short or len(written_out.loads()) < len(n.loads())  # it reads each of them by itself as well
             n = written_out if short and len(written_out.body) <= MAX_BODY else n
         return n if n.reduced else _by_part(n, target, buffers)

@@ -48,8 +48,8 @@ class FlexTiling:
 @dataclass(frozen=True, slots=True)
 class FlexKernel(Launched):
     """``blocks``: queries and keys per block of the mask; (0, 0): it has none. ``strides``: of ``captured``, as the
-    slot reads them. ``exact``: may a last bit of ``modified`` show? ``one_order``: of sums, whatever the sizes but those
-    of heads. ``tiling``: None until chosen."""
+    slot reads them. ``exact``: may a last bit of ``modified`` show? ``one_order``: are sums to have the same order
+    whatever the sizes but those of heads? ``tiling``: None until chosen."""
 
     kind: str
     slot: LoopNest

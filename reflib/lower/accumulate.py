@@ -27,7 +27,7 @@ from .body import NestBuilder, Scalar, Value, nest, where
 from .context import LoweringContext
 from .extern import extern
 from .indexing import axis, here_and_at, named, one_per_row, stand
-from .rules import Unsupported, rule
+from .rules import Unsupported, overloads, rule
 from .segment_sums import segment_sums
 
 SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32} | {
@@ -38,11 +38,19 @@ Term = Callable[[NestBuilder], tuple[Sequence[IntLike], Scalar]]
 Sum = Callable[[LoweringContext, View | None, Sequence[IntLike], Term], View]  # ``accumulate``
 
 
+# On a GPU eager's kernels of these are atomic additions: their order is open, with numerics="eager" too.
+UNORDERED = frozenset(overloads("index_add", "scatter_add", "scatter_reduce"))
+
+
 def possible(cx: LoweringContext, dtype: torch.dtype) -> bool:
     """May the op's result, of ``dtype``, be summed atomically?"""
+    options = cx.low.options
+    asked = vars(options)["_asked"].get("atomics", True)
+    like_eager = options.numerics == "eager" and cx.node.target in UNORDERED and asked
     ordered = torch.are_deterministic_algorithms_enabled() and dtype.is_floating_point
-    exact = cx.low.options.batch_invariant and not dtype.is_floating_point  # whatever their order
-    return cx.on_gpu and (cx.low.options.atomics or exact) and dtype in SUMMED_IN and not ordered
+    exact = options.batch_invariant and not dtype.is_floating_point  # whatever their order
+    atomics = options.atomics or exact or like_eager and not options.batch_invariant
+    return cx.on_gpu and atomics and dtype in SUMMED_IN and not ordered
 
 
 def check(cx: LoweringContext) -> torch.dtype:

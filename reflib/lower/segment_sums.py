@@ -35,6 +35,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 SHORT = torch.iinfo(torch.int16).max  # rows that 16 bits tell apart, and one for what is added nowhere
 TILE, COLUMNS = 1024, 128  # elements that a program reads at once, of a row
 FEW, LANES = 8, 32  # rows
+ARGUMENTS = ("out", "x", "new", "order", "first", "columns")
 SOURCE = '''
 import triton
 import triton.language as tl
@@ -86,10 +87,9 @@ def segment_sums(cx: LoweringContext, x: View | None, index: View, new: View, sk
     order, first = _sorted(cx, replace(index, shape=(count,), strides=(expr(1),)), rows, skipped)
     columns = min(COLUMNS, 1 << max(0, (width.constant or COLUMNS) - 1).bit_length())
     lanes = LANES if count.constant > 64 * rows.constant else max(FEW, min(LANES, TILE // columns))  # type: ignore[operator]
-    pieces = ("out=", 0), ("x=", 1), ("new=", 2), ("order=", 3), ("first=", 4), ("columns=", 5)
-    constants = ("GIVEN", str(x is not None)), ("LANES", str(lanes)), ("COLUMNS", str(columns))
-    call = (*pieces, *((f"{name}=", value) for name, value in constants))
-    kernel = UserKernel("segment_sums", SOURCE, call, max(1, lanes * columns // TILE))
+    call: list[tuple[str | int, ...]] = [(f"{name}=", i) for i, name in enumerate(ARGUMENTS)]
+    call += [("GIVEN=", str(x is not None)), ("LANES=", str(lanes)), ("COLUMNS=", str(columns))]
+    kernel = UserKernel("segment_sums", SOURCE, tuple(call), max(1, lanes * columns // TILE))
     grid = (rows * ceildiv(width, expr(columns)), expr(1), expr(1))
     args = (out, given, new, order, first, width)
     cx.low.nodes.append(

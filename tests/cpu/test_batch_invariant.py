@@ -243,11 +243,25 @@ def test_rows_are_added_in_their_order() -> None:
         assert "aten.index_put" in calls(lambda x, i, y: x.T.index_add(1, i, y.T))
     with pytest.warns(reflib.BatchVariantWarning, match="may choose by size"):  # an index per element
         assert "aten.scatter_add" in calls(lambda x, i, y: x.scatter_add(0, wide(i).clone(), y))
-    assert "aten.index_add" in calls(lambda x, i, y: x.index_add(0, i, y), {"numerics": "eager"})
 
 
-def test_rows_are_added_as_eagerly() -> None:
-    assert {n: why for n, why in results("segment_sums_interpreting.py").items() if why} == {}
+@pytest.mark.parametrize("program", ["segment_sums_interpreting.py", "attention_apart_interpreting.py"])
+def test_a_gpus_kernels_are_as_exact_as_eager(program: str) -> None:
+    assert {n: why for n, why in results(program).items() if why} == {}
+
+
+def test_few_elements_are_added_in_pairs_written_out_or_not() -> None:
+    """Strided ones by a thread each; the sum of three has a zero as its fourth, as a block has."""
+    (text,) = gpu(lambda x: x.sum(1), torch.empty(4096, 3, 64))
+    assert "sum_in_pairs" not in text and len(re.findall(r"tl\.load", text)) == 3
+    (first, second), (rest, last) = (re.findall(r"(v\d+) = (v\d+) \+", text)[:2], re.findall(r"\+ (v\d+|0\.0)\n", text)[:2])
+    assert first != second and rest != last and re.search(r"\+ 0\.0\n", text)
+
+
+def test_unaligned_depths_are_padded() -> None:
+    a, b = torch.empty(4096, 415).bfloat16(), torch.empty(512, 415).bfloat16()
+    texts = gpu(lambda a, b: (a * 2) @ b.T, a, b)
+    assert any("depth 416" in t for t in texts)
 
 
 def test_a_gpus_attention_is_one_kernel() -> None:
