@@ -47,7 +47,8 @@ class FlexTiling:
 @dataclass(frozen=True, slots=True)
 class FlexKernel(Launched):
     """``blocks``: queries and keys per block of the mask; (0, 0): it has none. ``strides``: of ``captured``, as the
-    slot reads them. ``exact``: may a last bit of ``modified`` show? ``tiling``: None until chosen."""
+    slot reads them. ``exact``: may a last bit of ``modified`` show? ``one_order``: are sums to have the same order
+    whatever the sizes but those of heads? ``tiling``: None until chosen."""
 
     kind: str
     slot: LoopNest
@@ -58,6 +59,7 @@ class FlexKernel(Launched):
     precision: str = "ieee"
     strides: tuple[tuple[Expr, ...], ...] = ()
     exact: bool = False
+    one_order: bool = False
     tiling: FlexTiling | None = None
 
     @property

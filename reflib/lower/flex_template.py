@@ -50,8 +50,6 @@ class Attention:
         low, views = self.cx.low, (self.q, self.k, self.v)
         if not self.cx.on_gpu:
             raise Refused("unsupported", "there is no fused kernel for a CPU")
-        if low.options.batch_invariant:
-            raise Refused("unsupported", "batch_invariant: other kernels run where lengths are no whole blocks")
         target = target_of(self.cx)
         if target is not None and target.kind == "cuda" and target.capability < 80:
             raise Refused("unsupported", f"{target.arch} has no tensor cores that Triton uses")
@@ -105,7 +103,7 @@ class Attention:
             slot, sums = (loops, self.slot.sums) if kind == "dq" else (without_sums(loops), [])
             kernel = FlexKernel(
                 kind, slot, self.q.dtype, float(self.scale), self.groups, sizes, precision,
-                tuple(v.strides for v in views), exact,
+                tuple(v.strides for v in views), exact, self.cx.low.options.batch_invariant,
             )  # fmt: skip
             arguments = {"q": self.q, "k": self.k, "v": self.v, **given, **written, **lists}
             more = {"captured": views, "sizes": tuple(map(expr, symbols_of(loops)))}
@@ -120,7 +118,8 @@ class Attention:
             return Extern(name, k, (), args, (), written, origins=(replace(self.cx.origin, op=kernel.__name__),))
 
         target = target_of(self.cx)
-        if low.options.autotune == "off" or not low.choices or target is None or not again:
+        fixed = kernel.one_order or not again
+        if low.options.autotune == "off" or not low.choices or target is None or fixed:
             low.nodes.append(extern(kernel))
             return
         sizes = self.depth.constant or 0, self.width.constant or 0

@@ -126,6 +126,9 @@ def _in_one_order(cx: LoweringContext, a: View, b: View, args: tuple[View, ...],
     (a, b), bias = args[-2:], args[0] if len(args) == 3 else None
     scale = kwargs.get("alpha", 1), kwargs.get("beta", 1)
     count = parts(a.shape[1].constant) if cx.on_gpu and len(a.shape) == 2 else 1
+    cores = cx.on_gpu and cx.dtype in HALVES
+    if count == 1 and cores and (sizes := padding.padded_sizes(cx, a, b, None)) is not None:
+        a, b = padding.padded_operands(cx, a, b, sizes)  # (a block has zeros after the depth anyway)
     if count == 1:
         name, out = cx.low.next_node(), cx.out()
         t = template(cx, name, a, b, out, bias, *scale)
