@@ -252,7 +252,8 @@ class _Placing:
         writers = self.depends.writers.get(b, [])
         loops = len(writers) == 1 and isinstance(self.program.nodes[writers[0]], LoopNest)
         loops = loops and self._assembled(writers[0]) is None
-        return b if loops and (self._alone(position, var, part, parts) or self._read_elsewhere(position, var, part)) else ""
+        found = loops and (self._alone(position, var, part, parts) or self._read_elsewhere(position, var, part))
+        return b if found else ""
 
     def _alone(self, position: int, var: Var | None, part: Part, parts: list[Part]) -> bool:
         """Is a loop nest's part, or what that reads, reduced, or what it is computed from, or copied more than once?"""
@@ -265,8 +266,7 @@ class _Placing:
         return any(n.reduced and not names.isdisjoint(n.reads()) for r in names for n in self._writers(r))
 
     def _writers(self, b: str) -> list[LoopNest]:
-        nodes = (self.program.nodes[i] for i in self.depends.writers.get(b, ()))
-        return [n for n in nodes if isinstance(n, LoopNest)]
+        return [n for i in self.depends.writers.get(b, ()) if isinstance(n := self.program.nodes[i], LoopNest)]
 
     def _read_elsewhere(self, position: int, var: Var | None, part: Part) -> bool:
         """Is the part needed by others too, who would read no less to compute it again?"""
