@@ -146,8 +146,8 @@ def steps_of(node: Node) -> tuple[Step, ...]:
 
 def _variant_steps(node: Variants, nodes: tuple[Node, ...]) -> tuple[Step, ...]:
     """A variant allocates what its nodes make, and frees what is used nowhere else."""
-    inside = node.inside()
-    last = {b: i for i, n in enumerate(nodes) for b in (*n.reads(), *n.writes()) if b in inside}
+    inside = () if node.of_kernels else node.inside()
+    last = {b: i for i, n in enumerate(nodes) for b in (*n.reads(), *n.writes()) if b in inside} if inside else {}
     steps: list[Step] = []
     have: set[str] = set()
     for i, n in enumerate(nodes):
