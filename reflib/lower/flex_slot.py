@@ -15,7 +15,7 @@ import torch
 from reflib.ir.expr import Atom, Expr, IntLike, Ref, Sym, Var, expr, nonneg
 from reflib.ir.flex import INPUTS, RESULTS
 from reflib.ir.loops import Axis, BodyBuilder, Const, Index, Indirect, Load, LoopNest, Op, Stmt, Store, map_stmt
-from reflib.ir.program import View, full_view
+from reflib.ir.program import Extern, View, full_view
 from reflib.ir.transforms import join, needed, select
 
 from .context import LoweringContext
@@ -77,16 +77,19 @@ class Slot:
         """``out``, like the fake tensor ``like``, is the sum of ``fn``, zeros with a term somewhere, over all scores.
         Returns what runs before (it fills with zeros) and after (it rounds). Raises Refused for what is not so."""
         v = variant(replace(self.cx, fake=like), "", "sum", fn, (*(self.given[n] for n in arguments), *more), {}, [out])
-        inner, sums, later = set(self.drop), set[str](), set[str]()  # made in the slot, by sums, and of these
+        if v.predicate or not all(isinstance(n, LoopNest) for n in v.nodes):
+            called = next((n.target for n in v.nodes if isinstance(n, Extern)), "a choice")
+            raise Refused("unsupported", f"the gradient of a captured tensor calls {called}")
+        nests: tuple[LoopNest, ...] = v.nodes  # type: ignore[assignment]
+        sums = {s.buffer for n in nests for s in n.stores() if s.reduce}
+        inner, later = set(self.drop), set[str]()  # what the slot makes, and what is made of sums
         before, after = list[LoopNest](), list[LoopNest]()
-        for n in v.nodes:
-            if not isinstance(n, LoopNest) or v.predicate:
-                raise Refused("unsupported", f"the gradient of a captured tensor calls {getattr(n, 'target', n)}")
+        for n in nests:
             late = not (sums | later).isdisjoint(n.reads())
-            if not n.axes and not late:
+            kept = {s.buffer for s in n.stores() if not s.reduce}
+            if not n.axes and not late and sums.isdisjoint(kept):
                 self.parts.append(n)
-                sums |= {s.buffer for s in n.stores() if s.reduce}
-                inner |= {s.buffer for s in n.stores() if not s.reduce}
+                inner |= kept
             elif inner.isdisjoint(n.reads()):
                 (after if late else before).append(n)
                 later |= {*n.writes()} if late else set()
