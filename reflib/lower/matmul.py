@@ -145,7 +145,7 @@ def _in_one_order(cx: LoweringContext, a: View, b: View, args: tuple[View, ...],
 
 def _narrowest(node: Any) -> torch.dtype:
     """The dtype that a float32 tensor of the graph was cast from, if it was only moved since then; else its own."""
-    while node.target in _MOVED or node.target is aten._to_copy.default:
+    while node.target in MOVED or node.target is aten._to_copy.default:
         before = node.args[0]
         if before.meta["val"].dtype != node.meta["val"].dtype:
             return before.meta["val"].dtype
@@ -153,7 +153,7 @@ def _narrowest(node: Any) -> torch.dtype:
     return node.meta["val"].dtype
 
 
-_MOVED = {
+MOVED = {
     aten.view.default, aten.permute.default, aten.transpose.int, aten.expand.default, aten.clone.default,
     aten.t.default, aten.unsqueeze.default, aten.squeeze.dim, aten.reshape.default, aten._unsafe_view.default,
     aten.select.int, aten.slice.Tensor,
