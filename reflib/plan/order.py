@@ -229,7 +229,8 @@ class Lifetimes:
         vars(other).pop("moved", None)
         other.n, other.start = len(todo), self.bytes
         other.nodes = tuple(self.nodes[i] for i in todo)
-        other.touch, other.work, other.over = ([xs[i] for i in todo] for xs in (self.touch, self.work, self.over))
+        other.touch, other.over = ([xs[i] for i in todo] for xs in (self.touch, self.over))
+        other.work = [self.work[i] for i in todo]
         other.born = [*(self.born[i] for i in todo), 0]
         for name in ("before", "after"):
             setattr(other, name, [[place[j] for j in getattr(self, name)[i] if j in place] for i in todo])
