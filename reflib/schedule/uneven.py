@@ -29,8 +29,8 @@
 * **Columns of many streams**: a step's loads are HELD bytes per thread at most. (The gradient of max pooling, summed
   for a batch norm, reads 4 windows and as many int64 places: with 16 elements per thread 168 registers, 72 with 4.)
 * **Columns that are read again**, of a tensor that no cache holds, which the programs that run at once go through
-  before any of them is back: in registers, KEPT elements, 32 per thread. From memory a second time, 512 channels of a
-  convolution normalized by their square mean move 201 MB for 134.
+  before any of them is back: in registers, KEPT elements, 32 per thread, or half of each of two tensors. From memory a second
+  time, 512 channels of a convolution normalized by their square mean move 201 MB for 134.
 * **Columns with a vector** (a bias per channel) before they are reduced: where it has as many elements as there are
   threads, Triton gives each thread one, and lays the whole block out along it, across memory (512 channels: 164
   exchanges between lanes, 13 with twice as many threads). So threads are more than that.
@@ -155,13 +155,14 @@ def _columns(config: Config, t: Any, target: Target) -> Config:
 def _kept(config: Config, t: Any) -> Config | None:
     """Columns that are read again, in registers where no cache would keep them until then."""
     s, x, length = t.space, config.xblock, t.space.r.size.constant
+    full = [a for a in accesses(s.loads, t.buffers) if a.varies(s.r) and a.sectors({s.x: WARP}) > 1]
     read = {b.name: b for b in (t.buffers[ld.buffer] for ld in s.loads if ld.index.has(s.r) and ld.index.has(s.x))}
-    if length is None or t.passes == 1 or t.streams > 1 or sum(b.nbytes.hint() for b in read.values()) < CACHE:
+    if length is None or t.passes == 1 or len(full) > 2 or sum(b.nbytes.hint() for b in read.values()) < CACHE:
         return None
-    rblock = 1 << max(0, length - 1).bit_length()
-    while x * rblock > KEPT and x * t.width > 2 * SECTOR:
+    most, rblock = KEPT // min(2, t.streams), 1 << max(0, length - 1).bit_length()
+    while x * rblock > most and x * t.width > 2 * SECTOR:
         x //= 2
-    return None if x * rblock > KEPT else Config("persistent", x, rblock, x * rblock // (32 * LANES))
+    return None if x * rblock > most else Config("persistent", x, rblock, x * rblock * KEPT // most // (32 * LANES))
 
 
 def _spread(config: Config, t: Any, target: Target) -> Config:
