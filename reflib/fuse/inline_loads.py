@@ -250,6 +250,7 @@ def _again(p: Producer, work: _Work) -> bool:
     buffers, name, points = work.program.buffers, p.store.buffer, max(1, p.loops.numel.hint())
     kernels: dict[tuple[int, int, int], float] = {}  # readers that may become one kernel, by how much they read
     had: dict[tuple[int, int, int], set[str]] = {}  # ... and what else they read
+    lanes: dict[tuple[object, tuple[Expr, ...]], float] = {}  # that compute it, masked off or not
     places: dict[tuple[object, tuple[Expr, ...]], float] = {}  # ... which computes once what they read at one place
     for r, at, share in sorted(_places(name, points, work, known={}), key=lambda place: place[0]):
         node = work.nodes[r]
@@ -258,10 +259,11 @@ def _again(p: Producer, work: _Work) -> bool:
         key = (*alike, next(first, r))
         kernels[key] = min(1, kernels.get(key, 0) + share)
         had[key] = had.get(key, set()) | _had(r, name, work)
-        places[key, at] = share
+        places[key, at], lanes[key, at] = share, max(share, alike[1] / points)
     n, m = sum(kernels.values()), sum(places.values()) + (name in work.depends.needed)
     if n <= 1 and m <= 1:
         return True
+    m = sum(lanes.values()) + (name in work.depends.needed)
     whole = _whole(p, work)[0].loops
     made = {s.buffer for s in whole.loads() if not any(isinstance(a, Ref) for a in s.index.atoms())}
     own = all(at for _, at in places) and all(buffers[b].kind != "temp" for b in made)  # a kernel more for it alone

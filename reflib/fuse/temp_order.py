@@ -97,13 +97,13 @@ def _voted(program: Program, d: Dependencies, group: list[str]) -> int | None:
         votes.update({dims.index(v): b.dtype.itemsize for v in found if v is not None})
         readers = [n for i in d.readers[name] if isinstance(n := program.nodes[i], LoopNest)]
         normed = _normed(readers)
-        for n in readers:
+        for n in (n for n in readers if normed or not n.reduced):
             own = n.reduced_vars if n.reduced else [_inner(s.index, [a.var for a in n.axes]) for s in n.stores()]
             for s in n.loads():
                 if s.buffer == name and not set(n.writes()) & set(group):
                     at = [k for k, c in enumerate(coordinates(s.index, b) or ()) if c.atom in own]
                     votes.update(dict.fromkeys(at, b.dtype.itemsize))
-                    rows.update(at if n.reduced and normed else ())
+                    rows.update(at if n.reduced else ())
     inner = next(k for k, s in enumerate(program.buffers[group[0]].strides) if s == 1)
     best = max(votes, key=lambda k: votes[k], default=inner)
     return None if votes[best] <= votes[inner] or rows - {best} else best

@@ -36,6 +36,8 @@ SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32} | {
 # What is added at one point of a loop nest: (coordinates in the result, value).
 Term = Callable[[NestBuilder], tuple[Sequence[IntLike], Scalar]]
 Sum = Callable[[LoweringContext, View | None, Sequence[IntLike], Term], View]  # ``accumulate``
+# Points that each name a row of the result, of those of a Term the first dimensions: their shape, and which row.
+Rows = tuple[Sequence[Expr], Callable[[NestBuilder], Expr]]
 
 
 # On a GPU eager's kernels of these are atomic additions: their order is open, with numerics="eager" too.
@@ -60,11 +62,17 @@ def check(cx: LoweringContext) -> torch.dtype:
     return SUMMED_IN[cx.dtype]
 
 
-def accumulate(cx: LoweringContext, start: View | None, shape: Sequence[IntLike], term: Term) -> View:
+def accumulate(
+    cx: LoweringContext, start: View | None, shape: Sequence[IntLike], term: Term, rows: Rows | None = None
+) -> View:
     """``start`` (None: zeros) and the terms, one for each point of ``shape``. Unsupported where that cannot be."""
     dtype = check(cx)
     if dtype == cx.dtype:
         return add(cx, cx.out(), start, shape, term)
+    if rows is not None and (start is None or cx.low.uniform.get(start.buffer) == 0):
+        spared = (cx.shape[0].hint() - product(rows[0]).hint()) * product(cx.shape[1:]).hint() * 2 * dtype.itemsize
+        if spared >= LAUNCH:
+            return _by_slots(cx, shape, term, *rows)
     sums = add(cx, summing(cx, "sums", dtype), start, shape, term)
     return nest(cx, lambda k: k.load(sums))
 
@@ -103,6 +111,9 @@ def put(cx: LoweringContext, x: View, indices: Sequence[View | None], values: An
     def term(k: NestBuilder) -> tuple[Sequence[IntLike], Scalar]:
         return named(k, x, indices, first, rank), k.load(values) if isinstance(values, View) else values
 
+    if how is accumulate and len(used) == 1 and indices[0] is not None:
+        rows = used[0].shape, lambda k: k.indirect(k.load(used[0]), x.shape[0], True)
+        return accumulate(cx, x, shape, term, rows)
     return how(cx, x, shape, term)
 
 
@@ -147,7 +158,8 @@ def index_add(cx: LoweringContext, x: View, dim: int, index: View, new: View, *,
         at, value = place(k)
         return at, value if alpha == 1 else value * k.value(alpha, SUMMED_IN[cx.dtype])
 
-    return accumulate(cx, x, new.shape, term)
+    rows = index.shape, lambda k: k.indirect(k.load(index), x.shape[0])
+    return accumulate(cx, x, new.shape, term, rows if len(index.shape) == 1 and axis(dim, len(x.shape)) == 0 else None)
 
 
 def scattered(x: View, shape: Sequence[Expr], dim: int, index: View, new: View | float) -> Term:
@@ -181,15 +193,11 @@ def embedding_dense_backward(
 
     if (out := segment_sums(cx, None, indices, grad, padding)) is not None:
         return out
-    dtype, few, width = check(cx), product(indices.shape), grad.shape[-1]
-    spared = (cx.shape[0].hint() - few.hint()) * width.hint() * 2 * dtype.itemsize
-    if dtype == cx.dtype or spared < LAUNCH:
-        return accumulate(cx, None, grad.shape, term)
-    return _by_slots(cx, few, grad.shape, lambda k: row(k)[1], term)
+    return accumulate(cx, None, grad.shape, term, (indices.shape, lambda k: row(k)[1]))
 
 
 def _by_slots(
-    cx: LoweringContext, few: Expr, shape: Sequence[IntLike], row: Callable[[NestBuilder], Expr], term: Term
+    cx: LoweringContext, shape: Sequence[IntLike], term: Term, named: Sequence[Expr], row: Callable[[NestBuilder], Expr]
 ) -> View:
     """``accumulate`` of rows into zeros, of which most stay: as many rows are summed as there are indices, not as the
     result has, and one that stays zero. Of the positions of one row any may win, and all add to its sums::
@@ -197,20 +205,20 @@ def _by_slots(
         slot[:] = n;  slot[index[i]] = i;  sums[slot[index[i]]] += new[i];  out[v] = sums[slot[v]]
 
     (A vocabulary of 51,865 x 384 and 512 tokens: 80 MB of float32 would be filled and read, of which 0.8 are sums.)"""
-    slot = cx.temp("slot", cx.shape[:1], torch.int32)
+    slot, few = cx.temp("slot", cx.shape[:1], torch.int32), product(named)
     fill(cx, slot, few)
-    k = NestBuilder(cx, shape[:-1])
+    k = NestBuilder(cx, named)
     k.store(slot, k.index(k.linear(range(len(k.shape)))), [row(k)])
     k.finish()
-    sums = cx.temp("sums", (few + 1, shape[-1]), SUMMED_IN[cx.dtype])
+    sums = cx.temp("sums", (few + 1, *cx.shape[1:]), SUMMED_IN[cx.dtype])
     fill(cx, sums, None)
     k = NestBuilder(cx, shape)
-    (here, column), value = term(k)
+    (here, *others), value = term(k)
     at = k.indirect(k.load(slot, [here]), few + 1)
-    k.b.store(sums.buffer, k.at(sums, [at, column]), k.value(value, sums.dtype).id, "atomic")
+    k.b.store(sums.buffer, k.at(sums, [at, *others]), k.value(value, sums.dtype).id, "atomic")
     k.finish()
 
-    return nest(cx, lambda k: k.load(sums, [k.indirect(k.load(slot, k.coords[:1]), few + 1), k.coords[1]]))
+    return nest(cx, lambda k: k.load(sums, [k.indirect(k.load(slot, k.coords[:1]), few + 1), *k.coords[1:]]))
 
 
 def scatter_add(cx: LoweringContext, x: View, dim: int, index: View, new: View) -> View:

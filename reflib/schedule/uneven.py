@@ -29,8 +29,11 @@
 * **Columns of many streams**: a step's loads are HELD bytes per thread at most. (The gradient of max pooling, summed
   for a batch norm, reads 4 windows and as many int64 places: with 16 elements per thread 168 registers, 72 with 4.)
 * **Columns that are read again**, of a tensor that no cache holds, which the programs that run at once go through
-  before any of them is back: in registers, KEPT elements, 32 per thread. From memory a second time, 512 channels of a
-  convolution normalized by their square mean move 201 MB for 134.
+  before any of them is back: in registers, KEPT elements, 32 per thread, or half of each of two tensors. From memory a
+  second time, 512 channels of a convolution normalized by their square mean move 201 MB for 134.
+* **Columns of pairs** (all quantiles with all targets, of each row of a batch) are computed of what L1 has, and take
+  the time of their instructions. A row in registers is added up by exchanges between lanes, and each lane divides the
+  block's index for 4 elements: 47 instructions per pair for rows of 101. In a loop over few elements, 19.
 * **Columns with a vector** (a bias per channel) before they are reduced: where it has as many elements as there are
   threads, Triton gives each thread one, and lays the whole block out along it, across memory (512 channels: 164
   exchanges between lanes, 13 with twice as many threads). So threads are more than that.
@@ -60,6 +63,7 @@ WORTH = 0.75  # of the sectors: what is left where twice as many rows per progra
 PIECE = READ_BYTES // 2  # elements of half precision
 CACHE, KEPT = 32 << 20, 16384  # bytes; elements of a program
 HALF = 1024  # threads of a multiprocessor
+STEP, GROUPS = 8, 4  # elements of a thread, of pairs; sectors that WARP results read of one of their lists
 HELD = 256  # bytes: 64 registers
 LINE = 128  # bytes that L1 looks up at once
 LANE = 4  # bytes per lane with which a request is one line
@@ -132,6 +136,9 @@ def _by_pass(t: Any) -> list[list[Access]]:
 def _columns(config: Config, t: Any, target: Target) -> Config:
     x, threads, length = config.xblock, target.warp * config.num_warps, t.space.r.size.hint()
     variance = any(isinstance(s, Reduce) and s.kind == "m2" for s in t.part.body)
+    along = [a for a in accesses(t.space.body, t.buffers) if a.varies(t.space.r)]
+    if t.passes == 1 and not variance and all(a.sectors({t.space.x: WARP}) <= GROUPS for a in along):
+        return _pairs(config, t, target)
     if config.reduction == "looped" and (whole := _kept(config, t)) is not None:
         return whole
     if config.reduction == "looped":
@@ -152,16 +159,29 @@ def _columns(config: Config, t: Any, target: Target) -> Config:
     return replace(config, num_warps=min(config.num_warps, max(4, x * config.rblock // (32 * target.warp))))
 
 
+def _pairs(config: Config, t: Any, target: Target) -> Config:
+    """All pairs of two lists: arithmetic, of what L1 has. So as many results per program as leave enough programs, and
+    STEP elements per thread at a time."""
+    x, warps = 4 * target.warp, 4
+    while x > target.warp and t.space.x.size.hint() < 8 * x * target.units:
+        x //= 2
+    rblock = STEP * warps * target.warp // x
+    if x <= config.xblock // 2 or t.space.x.size.hint() < 8 * x * target.units or rblock >= t.space.r.size.hint():
+        return config
+    return Config("looped", x, rblock, warps)
+
+
 def _kept(config: Config, t: Any) -> Config | None:
     """Columns that are read again, in registers where no cache would keep them until then."""
     s, x, length = t.space, config.xblock, t.space.r.size.constant
+    full = [a for a in accesses(s.loads, t.buffers) if a.varies(s.r) and a.sectors({s.x: WARP}) > 1]
     read = {b.name: b for b in (t.buffers[ld.buffer] for ld in s.loads if ld.index.has(s.r) and ld.index.has(s.x))}
-    if length is None or t.passes == 1 or t.streams > 1 or sum(b.nbytes.hint() for b in read.values()) < CACHE:
+    if length is None or t.passes == 1 or len(full) > 2 or sum(b.nbytes.hint() for b in read.values()) < CACHE:
         return None
-    rblock = 1 << max(0, length - 1).bit_length()
-    while x * rblock > KEPT and x * t.width > 2 * SECTOR:
+    most, rblock = KEPT // min(2, t.streams), 1 << max(0, length - 1).bit_length()
+    while x * rblock > most and x * t.width > 2 * SECTOR:
         x //= 2
-    return None if x * rblock > KEPT else Config("persistent", x, rblock, x * rblock // (32 * LANES))
+    return None if x * rblock > most else Config("persistent", x, rblock, x * rblock * KEPT // most // (32 * LANES))
 
 
 def _spread(config: Config, t: Any, target: Target) -> Config:
