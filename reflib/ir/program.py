@@ -236,11 +236,9 @@ class Template:
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One of several implementations: ``nodes`` in order, valid where all of ``predicate`` hold.
-
     ``name``: ``triton``, ``fast``, ``512 < s0 <= 2048: decompose_k(8)``.
     ``buffers``: temporaries of its own, in a Choice (once it has been decided they are in the program's table).
-    ``patches``: sorted (option, value) pairs to compile its nodes with.
-    ``params``: the parameters it was registered with, to be shown.
+    ``patches``: sorted (option, value) pairs to compile with. ``params``: what it was registered with, to be shown.
     """
 
     name: str
@@ -314,7 +312,6 @@ class Choice:
 class Variants:
     """Several implementations that write the same ``outputs``; the first whose predicate holds runs. The last one's
     predicate is empty: the fallback. Temporaries of all variants are in the program's table of buffers.
-
     ``schedule`` makes one of every LoopNest and Template, whose entries are one kernel each (``of_kernels``): a fast
     one, and a fallback if that assumes anything."""
 
