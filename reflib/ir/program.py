@@ -19,12 +19,13 @@ captured graph is the same storage with other sizes, strides and offset: a :clas
 a buffer's storage, so views cost nothing and need no node.
 
 **Variants** are the one mechanism behind input ranges, conditions of an implementation on its sizes, and fast kernels
-that assume alignment: the first of several implementations whose predicate holds runs. The last one's is empty: the
-fallback. An entry is a list of nodes, so Variants nest: the entries for two ranges of a size each hold kernels, which
-``schedule`` makes Variants of a fast kernel and its fallback.
+that assume alignment: one of several implementations runs, the first whose predicate holds. The last one's predicate
+is empty: it is the fallback and always works. An entry is a list of nodes, so Variants nest: the entries for two ranges
+of a size each hold kernels, which ``schedule`` makes Variants of a fast kernel and its fallback.
 
-**Choices** hold their variants over the *same* buffers, each with temporaries of its own, so that deciding is replacing
-one node by several (``autotune``). The first is the default. One that varies with sizes becomes a Variants.
+**Choices** hold their variants over the *same* buffers: each reads the choice's inputs and writes its outputs, with
+temporaries of its own, so that deciding is replacing one node by several (``autotune``). The first variant is the
+default. A choice that different variants win at different sizes becomes a Variants.
 """
 
 from __future__ import annotations
@@ -235,11 +236,9 @@ class Template:
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One of several implementations: ``nodes`` in order, valid where all of ``predicate`` hold.
-
     ``name``: ``triton``, ``fast``, ``512 < s0 <= 2048: decompose_k(8)``.
     ``buffers``: temporaries of its own, in a Choice (once it has been decided they are in the program's table).
-    ``patches``: sorted (option, value) pairs to compile its nodes with.
-    ``params``: the parameters it was registered with, to be shown.
+    ``patches``: sorted (option, value) pairs to compile with. ``params``: what it was registered with, to be shown.
     """
 
     name: str
@@ -311,8 +310,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Variants:
-    """Several implementations that write the same ``outputs``. Temporaries of all are in the program's table of buffers.
-
+    """Several implementations that write the same ``outputs``; the first whose predicate holds runs. The last one's
+    predicate is empty: the fallback. Temporaries of all variants are in the program's table of buffers.
     ``schedule`` makes one of every LoopNest and Template, whose entries are one kernel each (``of_kernels``): a fast
     one, and a fallback if that assumes anything."""
 
