@@ -45,7 +45,7 @@ result of the row reduction, rows are at least 4096 and at least twice the colum
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import log2, prod
 
@@ -240,9 +240,11 @@ def column_sums(loops: LoopNest) -> list[Store]:
     return [s for s in loops.stores() if s.reduce == "sum"]
 
 
-def programs(sums: Store, length: int, buffers: dict[str, Buffer]) -> int:
-    """Of the kernel whose rows have that length: one per row of partial sums and group of rows."""
-    return int(buffers[sums.buffer].numel) // length
+def programs(sums: Sequence[Store], length: int, buffers: dict[str, Buffer]) -> int:
+    """Of the kernel of these ``column_sums`` whose rows have that length: one per row of partial sums and group of
+    rows. Rows that are written out by part (``halves``) have a sum per part, in one buffer."""
+    columns = length * sum(s.buffer == sums[0].buffer for s in sums)
+    return int(buffers[sums[0].buffer].numel) // columns
 
 
 def sums_rule(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:

@@ -8,10 +8,11 @@ An elementwise update of an input joins the copy onto the input; where a call re
 Nothing may write to the other tensor before the temporary is read for the last time, and no result be in its memory.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..ir.expr import nonneg
+from ..ir.expr import Expr, nonneg
 from ..ir.loops import LoopNest, Store
 from ..ir.program import Extern, Node, Program, Template
 from ..ir.rename import renamed
@@ -40,12 +41,16 @@ def store_once(fused: Fused, options: Options, target: Target) -> Fused:
 
 
 def _twice(node: Node) -> Iterator[tuple[str, str]]:
-    """Pairs of buffers that it stores the same value to."""
+    """Pairs of buffers: all that it stores to the first, it stores to the second at the same index, too."""
     loops = node.epilogue if isinstance(node, Template) else node
     if isinstance(loops, LoopNest):
-        stores = [s for s in loops.stores() if not s.reduce]
-        for a in stores:
-            yield from ((a.buffer, b.buffer) for b in stores if a != b and (a.value, a.index) == (b.value, b.index))
+        stores = loops.stores()
+        reduced = {s.buffer for s in stores if s.reduce}
+        stored: dict[str, set[tuple[int, Expr]]] = {s.buffer: set() for s in stores if s.buffer not in reduced}
+        for s in stores:
+            if s.buffer in stored:
+                stored[s.buffer].add((s.value, s.index))
+        yield from (pair for pair in itertools.permutations(stored, 2) if stored[pair[0]] <= stored[pair[1]])
 
 
 def _may_move(program: Program, d: Dependencies, position: int, old: str, new: str) -> bool:

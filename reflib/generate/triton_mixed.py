@@ -43,7 +43,7 @@ class MixedPrinter(PartPrinter):
         super().__init__(by_group(space, buffers), config, buffers, *more, **named)
 
     def programs(self) -> Expr:
-        return expr(programs(self._sums()[0], int(self._rsize()), self.buffers))
+        return expr(programs(self._sums(), int(self._rsize()), self.buffers))
 
     def print(self) -> list[str]:
         body, each, z = self.space.body, self._varies(), self.space.z

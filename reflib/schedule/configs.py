@@ -178,7 +178,7 @@ def _possible(t: Traffic, c: Config, own: Config, target: Target) -> bool:
     if c.xblock > max(own_rows, rows):
         return False
     if c.reduction == "mixed":
-        each = rows // max(1, programs(column_sums(t.part)[0], length, t.buffers))
+        each = rows // max(1, programs(column_sums(t.part), length, t.buffers))
         return c.rblock == own.rblock and c.xblock <= max(own_rows, each)
     if c.reduction == "looped":
         scans = any(isinstance(i, Scan) for i in s.body) and own.reduction != "looped"

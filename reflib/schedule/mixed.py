@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ..errors import GenerateError
 from ..fuse.mix_order import HELD, REGISTERS, THREADS, block, column_sums, per_element, programs, rows_held
-from ..ir.expr import Var, expr, product
+from ..ir.expr import Var, expr
 from ..ir.program import Assume, Buffer, Config
 from ..ir.transforms import substitute
 from ..options import Options
@@ -31,7 +31,7 @@ def by_group(space: Space, buffers: dict[str, Buffer]) -> Space:
     own = [s for s in space.stores if s.reduce and s.index.has(x)]
     if not own or r is None:
         return space
-    groups = product(buffers[own[0].buffer].shape[1:]) // r.size
+    groups = expr(programs(own, int(r.size), buffers)) // buffers[own[0].buffer].shape[0]
     z = Var("z", groups)
     return replace(space, z=z, body=substitute(space.body, {(expr(x) // (x.size // groups)).atom: expr(z)}))  # type: ignore[dict-item]
 
@@ -48,7 +48,7 @@ def mixed(
     if s.r is None:
         raise GenerateError(f"{t.part.name} sums columns and reduces no rows: fusion should not have left it so")
     length = int(s.r.size)
-    rblock, count = block(length), programs(sums[0], length, t.buffers)
+    rblock, count = block(length), programs(sums, length, t.buffers)
     reads = {(ld.buffer, ld.index): (t.buffers[ld.buffer], ld.index.has(s.x)) for ld in s.loads if ld.index.has(s.r)}
     each, two = per_element(len(sums), reads.values()), count > target.units
     xblock = rows_held(length, each, 1 + two)

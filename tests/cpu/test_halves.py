@@ -102,6 +102,23 @@ def test_columns_are_summed_by_part(seed: int, monkeypatch: Any) -> None:
     assert [(len(column_sums(k)), k.rnumel.hint()) for k in made] == [(2, n // 2)]
 
 
+@pytest.mark.parametrize("groups", [1, 4])
+def test_sums_by_part_have_a_program_per_row_of_partial_sums(groups: int) -> None:
+    """Two programs that stored to one row would lose half of the sum."""
+
+    def fn(x: Tensor, g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        a, b = (g * w).chunk(2, -1)
+        back = g + torch.cat([b, -a], -1)
+        dot = (back * x).mean(-1, keepdim=True)
+        return back - x * dot, (back * x).view(groups, -1, 64).sum(1)
+
+    e = reflib.explain(fn, *torch.randn(2, 40_000, 64), torch.randn(64), target="sm_90")
+    (mixed, *_) = [n for n in kernels(e.stages.fused) if column_sums(n)]
+    assert len(column_sums(mixed)) == 2
+    partial = e.stages.fused.program.buffers[column_sums(mixed)[0].buffer]
+    assert e.kernels[0].grid == partial.numel // 64
+
+
 def likely(x: Tensor) -> tuple[Tensor, ...]:
     p = x.softmax(-1)
     return (torch.where(p >= 0.1 * p.amax(-1, keepdim=True), p, 0),)

@@ -293,6 +293,16 @@ def test_what_is_read_after_the_next_update_is_kept() -> None:
     torch.testing.assert_close((s.call([ours, I, V])[0], ours), (fn(theirs, I, V), theirs))
 
 
+def test_two_cats_that_share_a_part_are_both_stored() -> None:
+    """The second, which a call reads, is not the first: one of its two parts is another."""
+
+    def fn(p: torch.Tensor, d: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> Any:
+        g = p * d
+        return torch.cat([g, d * 2], -1), torch.cat([g, d * r], -1) @ w
+
+    check(fn, *(torch.randn(9, 16) for _ in range(3)), torch.randn(32, 16))
+
+
 # -- inputs that are views of one another ---------------------------------------------------------------------
 BASE = torch.arange(24.0)
 
