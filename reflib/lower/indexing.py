@@ -87,11 +87,18 @@ def cat(cx: LoweringContext, tensors: Sequence[View], dim: int = 0) -> View:
         if (runs := _runs(cx, parts, d)) is not None:
             return _stored_each(cx, parts, d, runs, compute)
         if not _cut(cx, parts, d):
+<<<<<<< HEAD
             if cx.on_gpu and all(n and n <= LONG_RUN for n in _lengths(cx, parts, d)):
                 return _in_windows(cx, parts, d, compute)
             if not _given(cx, parts):
                 raise Unsupported(f"{len(parts)} tensors")
             return _stored_each(cx, parts, d, _alike(parts), compute)
+=======
+            if not _given(cx, parts):
+                raise Unsupported(f"{len(parts)} tensors")
+            made = _in_windows(cx, parts, d, compute)
+            return _stored_each(cx, parts, d, _alike(parts), compute) if made is None else made
+>>>>>>> speed
     return nest(cx, lambda k: _joined(k, parts, d, compute))
 
 
@@ -154,15 +161,16 @@ def _stored_each(
     return whole
 
 
-def _in_windows(cx: LoweringContext, parts: Sequence[View], d: int, compute: torch.dtype) -> View:
+def _in_windows(cx: LoweringContext, parts: Sequence[View], d: int, compute: torch.dtype) -> View | None:
     """Many short runs side by side. A program copies the same few rows of up to ``TOGETHER`` parts, so that the lines
     of the result, of which each run is a piece, are whole before they leave the cache. Parts of 16 to 31 columns are
-    two windows of 16 each, which overlap: there are no conditions. (Of 17 parts of 60,000 rows ATen's copy, an element
-    at a time, took 137 us on an H200, each part's by itself 82; their bytes take 22.)"""
+    two windows of 16 each, which overlap: there are no conditions. None where runs are long. (Of 17 parts of 60,000
+    rows ATen's copy, an element at a time, took 137 us on an H200, TorchInductor's, each part by itself, 82; their
+    bytes take 22.)"""
     row = (prod(cx.shape[d + 1 :], start=expr(1)) * cx.dtype.itemsize).hint()
     lengths = [t.shape[d].constant or 0 for t in parts]
-    if not cx.on_gpu or not all(0 < n * row <= LONG_RUN for n in lengths):
-        raise Unsupported(f"{len(parts)} tensors")
+    if not all(0 < n * row <= LONG_RUN for n in lengths):
+        return None
     whole = cx.out()
     starts, windows = [*accumulate(lengths, initial=0)], dict[int, list[int]]()
     for i, n in enumerate(lengths):
