@@ -87,32 +87,19 @@ def cat(cx: LoweringContext, tensors: Sequence[View], dim: int = 0) -> View:
         if (runs := _runs(cx, parts, d)) is not None:
             return _stored_each(cx, parts, d, runs, compute)
         if not _cut(cx, parts, d):
-<<<<<<< HEAD
-            if cx.on_gpu and all(n and n <= LONG_RUN for n in _lengths(cx, parts, d)):
-                return _in_windows(cx, parts, d, compute)
-            if not _given(cx, parts):
-                raise Unsupported(f"{len(parts)} tensors")
-            return _stored_each(cx, parts, d, _alike(parts), compute)
-=======
             if not _given(cx, parts):
                 raise Unsupported(f"{len(parts)} tensors")
             made = _in_windows(cx, parts, d, compute)
             return _stored_each(cx, parts, d, _alike(parts), compute) if made is None else made
->>>>>>> speed
     return nest(cx, lambda k: _joined(k, parts, d, compute))
 
 
 def _cut(cx: LoweringContext, parts: Sequence[View], d: int) -> bool:
     """Will a kernel that joins many parts be cut where they meet, so that each is read as it is?"""
-    lengths = set(_lengths(cx, parts, d))
+    row = cx.low.symbols.exprs(cx.fakes[0].stride())[d] * cx.dtype.itemsize
+    lengths = {(t.shape[d] * row).constant or 0 for t in parts}
     few = len(parts) <= MANY and len(lengths) <= LENGTHS
     return cx.on_gpu and few and all(n >= SECTOR and n % PIECE == 0 for n in lengths)
-
-
-def _lengths(cx: LoweringContext, parts: Sequence[View], d: int) -> list[int]:
-    """Bytes of each part's runs in the result; 0 where they are not known."""
-    row = cx.low.symbols.exprs(cx.fakes[0].stride())[d] * cx.dtype.itemsize
-    return [(t.shape[d] * row).constant or 0 for t in parts]
 
 
 def _given(cx: LoweringContext, parts: Sequence[View]) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 import reflib
 from reflib.ir.interpret import interpret
 from reflib.ir.loops import LoopNest
-from reflib.lower.indexing import RUN, TOGETHER
+from reflib.lower.indexing import LONG_RUN, RUN, TOGETHER
 from tests.choices import GPU, program_of
 
 
@@ -97,12 +97,9 @@ def test_short_runs_of_many_inputs_are_copied_in_windows(seed: int) -> None:
     assert all(isinstance(node, LoopNest) for node in program.nodes)
     groups = {w.bit_length() for w in widths}
     assert len(program.nodes) <= len(groups) + n // TOGETHER
-<<<<<<< HEAD
-=======
 
 
 def test_long_runs_of_many_inputs_are_stored_each() -> None:
     parts = [torch.empty(6, LONG_RUN // 2 + 1 + 2 * i, dtype=torch.bfloat16) for i in range(17)]
     program = program_of(lambda *x: torch.cat(x, 1), *parts, options=GPU)
     assert [len(node.stores()) for node in program.nodes if isinstance(node, LoopNest)] == [1] * 17
->>>>>>> speed
