@@ -313,7 +313,8 @@ class FlexPrinter:
         self.put(f"for i in tl.range(0, {end}, {self._stages}):")
         inside = "" if each == 1 else f" + i % {each} * {self.block[walked]}"
         self.put(f"    start = next{self.wide} * {sizes[walked]}{inside}")
-        self.put(f"    next = tl.load({which}at + {following})")
+        if stride != 0:  # all of the list are one block: read again, it made Triton 3.6's pipeliner fail
+            self.put(f"    next = tl.load({which}at + {following})")
         self._body(walked, "start", step, not which)
 
     @property

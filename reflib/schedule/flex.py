@@ -56,7 +56,7 @@ def _wide_reads(kernel: FlexKernel, given: dict[str, Any]) -> list[str]:
     that is read at computed places, in which neighbours are a matter of luck.)"""
     views = [given[n] for n in ("q", "k", "v", "do") if n in given]
     m, n = (a.var for a in kernel.slot.axes[2:])
-    for s in kernel.slot.loads():
+    for s in () if kernel.one_order else kernel.slot.loads():  # a row's mask is at any address: it chooses no kernel
         if s.buffer not in INPUTS and s.index.coefficient(n) == 1 and s.index.has(m):
             views.append(given["captured"][int(s.buffer)])
     return list(dict.fromkeys(v.buffer for v in views))
