@@ -347,7 +347,7 @@ def test_what_an_epilogue_moves():
     a, b, c = (256, 128), (128, 512), (256, 512)
     assert kernels(lambda a, b, c: (a @ b + c).relu(), a, b, c) == (1, 0)
     assert kernels(lambda a, b: (a @ b).float().softmax(-1), a, b) == (0, 1)  # the cast belongs to the softmax
-    extremes = lambda a, b, c: ((a @ b - c).abs().sqrt().amax(1), (a @ b * c).amin(0))  # noqa: E731
+    extremes = lambda a, b, c: (x := a @ b, (x - c).abs().sqrt().amax(1), (x * c).amin(0))  # noqa: E731
     assert kernels(extremes, a, b, c)[1] == 1  # rows' and columns' kernels can do that
     gates = lambda a, b: torch.stack([x.sigmoid() * y for x, y in [(a @ b).chunk(2, 1)]])  # noqa: E731
     assert kernels(gates, a, b) == (0, 1)  # two elements per point
