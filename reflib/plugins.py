@@ -141,6 +141,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "mix_order": "fuse.mix_order:sums_rule",
         "scatters": "fuse.scatters:scatter_rule",
         "ways": "fuse.pieces:ways_rule",
+        "transposed": "fuse.row_order:transposed_rule",
     },
     "fuse.APART": {"apart": "fuse.places:apart"},
     "fuse.EMIT": {"template": "fuse.templates:emit_template"},

@@ -10,21 +10,27 @@ lanes that go along rows (w) read two. Triton lays out each access by itself, th
 row's axes is that of the accesses for which lanes go along the row; j innermost, as fits ``x`` best, would leave each
 store in pieces. ``schedule`` takes the cheapest order of the axes that there are, so here they become one.
 (``schedule.uneven`` then has a warp's lanes go along rows where an access has no neighbours in either direction.)
+
+**Of longer rows** a program holds one at a time, so what is stored across them (a transposed copy of what is quantized,
+and its largest magnitude) touches a sector per element: a kernel of its own reads it again, and goes through tiles
+(``transposed_rule``).
 """
 
 from dataclasses import replace
 
-from ..ir.expr import Var
+from ..ir.expr import Var, product
 from ..ir.loops import Axis, LoopNest, Scan
 from ..ir.program import Program
 from ..ir.traffic import CLOSE, LANES, Access, accesses, cheapest_last, neighbours
 from ..ir.transforms import substitute, unflattened
 from ..options import Options
 from ..target import Target
-from .result import Fused
+from .legality import Cluster, FusionContext
+from .result import Fused, Reason
 
 LONGEST = 4096  # elements of a row, which stays in registers
 FEWER = 0.5  # of the sectors: lanes that go along rows
+ACROSS = 4  # times the sectors
 
 
 def row_order(fused: Fused, options: Options, target: Target) -> Fused:
@@ -62,3 +68,23 @@ def _varies(a: Access, axes: tuple[Axis, ...]) -> bool:
 def _least(a: Access, rows: tuple[Axis, ...]) -> float:
     """Sectors that a warp along the row touches, in the order that suits ``a`` best."""
     return a.sectors(neighbours(cheapest_last(rows, [a]), LANES))
+
+
+def transposed_rule(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
+    """No reduction of long rows goes with work after it, or beside it, that transposes."""
+    if a.reduces == b.reduces or not c.target.is_gpu or a.template is not None:
+        return None
+    rows, other = (a, b) if a.reduces else (b, a)
+    length = product(x.size for x in rows.axes if x.kind == "r").hint()
+    if length <= LONGEST or other.writes.keys() & rows.reads.keys():
+        return None
+    if not any(_transposes(loops, c.program) for _, loops, _ in other.parts):
+        return None
+    return Reason("rows", f"rows of {length}: what has neighbours across them goes through tiles on its own")
+
+
+def _transposes(loops: LoopNest, program: Program) -> bool:
+    """Is there no order of the axes in which a warp touches few sectors of each tensor?"""
+    both = [a for a in accesses(loops.body, program.buffers) if sum(a.varies(x.var) for x in loops.axes) > 1]
+    lanes = neighbours(cheapest_last(loops.axes, both), LANES)
+    return any(a.sectors(lanes) > ACROSS * _least(a, loops.axes) for a in both if not a.loaded)

@@ -57,6 +57,7 @@ CASES = {
     "transposed": transposed,
     "rows scaled": rows_scaled,
     "there and back": there_and_back,
+    "copied": lambda d: lambda x: (x.to(d).t().contiguous(), x.to(d).clone()),
     "widened": lambda d: lambda x: x.to(d).float() * 3,
     "integers": lambda d: lambda x: (torch.where(x.abs() < 1000, x, 0).to(torch.int32).to(d), (x > 0).to(d)),
 }

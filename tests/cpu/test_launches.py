@@ -294,3 +294,23 @@ def test_lanes_go_along_neighbours_that_triton_does_not_see(
     assert config.reduction == "persistent" and config.xblock >= 16
     x_at = re.search(r"tl.arange\(0, XBLOCK\)(\[.*\])", source)[1]  # type: ignore[index]
     assert x_at == ("[:, None]" if first else "[None, :]")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_what_is_stored_across_long_rows_goes_through_tiles(dtype: torch.dtype, seed: int) -> None:
+    """A quantized tensor, its transpose and the largest magnitude: not an element per sector, and no call."""
+    rng = random.Random(seed)
+    rows, columns = rng.randrange(2000, 7000), rng.randrange(2000, 7000)
+
+    def fn(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = F.gelu(x.float())
+        q = (y * scale).clamp(-448, 448).to(dtype)
+        return q, y.abs().amax(), q.t().contiguous()
+
+    e = explained(fn, half(rows, columns), torch.ones(()))
+    found = launches(e)
+    assert len(found) == 3 and "ops.aten" not in e.wrapper and any("neighbours across" in str(r) for r in e.refusals)
+    ((tile, source),) = [(c, s) for c, s in found if "clone" in s.splitlines()[-1] or "clone_ptr" in s]
+    assert tile.reduction == "none" and "YBLOCK" in source and "for r" not in source
+    assert len(launches(explained(lambda x: (x.softmax(-1), x.softmax(-1).t().contiguous()), half(rows, 512)))) == 1
