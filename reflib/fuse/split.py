@@ -91,7 +91,8 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
             first, node = _by_rows(node, rows, buffers)
             nodes.append(first)
             pieces, least = pieces_wanted(node, buffers, target), 0
-        nodes += _split(node, pieces, buffers, least) if pieces > 1 else [node]
+        steps = None if options.batch_invariant else _steps(program, node, enough)
+        nodes += _split(node, pieces, buffers, least, steps) if pieces > 1 else [node]
     return replace(fused, program=replace(program, nodes=tuple(nodes), buffers=buffers))
 
 
@@ -300,13 +301,23 @@ class Cut:
     exact: bool
 
 
-def _split(loops: LoopNest, wanted: int, buffers: dict[str, Buffer], least: int = 0) -> list[Node]:
-    if (both := _cut_rows(loops, wanted)) is not None:
+def _steps(program: Program, loops: LoopNest, enough: int) -> Axis | None:
+    """The axis that another reduction keeps, and it alone: with its steps as pieces, both may be one kernel."""
+    for n in (n for n in program.nodes if isinstance(n, LoopNest) and n.reduced):
+        differ = [a for a, b in zip(loops.axes, n.axes) if a.kind != b.kind]
+        alike = [a.size for a in n.axes] == [a.size for a in loops.axes] and n.numel.hint() >= COLUMNS * enough
+        if alike and [a.kind for a in differ] == ["r"] and 1 < (differ[0].size.constant or 0) <= MOST:
+            return differ[0]  # (an instance norm's, whose weight's gradient is ``loops``)
+    return None
+
+
+def _split(loops: LoopNest, wanted: int, buffers: dict[str, Buffer], least: int, steps: Axis | None) -> list[Node]:
+    if steps is None and (both := _cut_rows(loops, wanted)) is not None:
         first, partials = first_step(*both, buffers)
         (rows,) = set(loops.reduced) - set(both[0].reduced)
         return [first, second_step(loops, rows.size * both[1].s.size, partials, buffers)]
-    loops, axis, pieces = with_axis(loops, wanted)
-    if reduces_columns(loops):
+    loops, axis, pieces = with_axis(loops, wanted) if steps is None else (loops, steps, int(steps.size))
+    if reduces_columns(loops) and steps is None:
         pieces = equal_pieces(axis, pieces, *((min(0.75, least / pieces), FAR) if least else ()))
     cut = cut_axis(axis, pieces, alone=all(a is axis or a.size == 1 for a in loops.reduced))
     first, partials = first_step(loops, cut, buffers)
