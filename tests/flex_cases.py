@@ -14,7 +14,8 @@ flex = sys.modules["torch.nn.attention.flex_attention"]  # (the name is also a f
 @dataclass(frozen=True)
 class Case:
     """``q`` [B, H, M, D], ``kv`` [B or 1, heads, N] and ``e``, of values (None: as D). ``mask``, ``score``: functions
-    that take the captured tensors as their last argument. ``options``: of the call. ``trains``: has gradients."""
+    that take the captured tensors as their last argument. ``options``: of the call. ``trains``: has gradients;
+    ``learns``: the table as well."""
 
     q: tuple[int, int, int, int]
     kv: tuple[int, int, int]
@@ -23,6 +24,7 @@ class Case:
     score: Callable[..., Any] | None = None
     options: tuple[tuple[str, Any], ...] = ()
     trains: bool = True
+    learns: bool = False
     block: int = 128
     dtype: torch.dtype = torch.float32
     dynamic: bool = False
@@ -76,6 +78,7 @@ class Case:
     def results(self, fn: Any, tensors: Any) -> list[torch.Tensor]:
         """What ``fn`` returns, then gradients."""
         tensors = [*(t.detach().requires_grad_(self.trains) for t in tensors[:3]), tensors[3]]
+        tensors[3] = tensors[3].detach().requires_grad_(self.learns)
         out = fn(*tensors)
         outs = list(out) if isinstance(out, tuple) else [out]
         if not self.trains:
@@ -83,7 +86,7 @@ class Case:
         g = torch.Generator().manual_seed(1)
         grads = [torch.randn(o.shape, generator=g, device="cpu").to(o.device, self.dtype) for o in outs]
         finite = sum((torch.where(o.isfinite(), o, 0) * r).sum() for o, r in zip(outs, grads))
-        return outs + list(torch.autograd.grad(finite, tensors[:3]))
+        return outs + list(torch.autograd.grad(finite, tensors[: 3 + self.learns]))
 
     def wrong(self, compiled: Any, device: str = "cpu") -> str:
         """How it is off from float64 by more than twice what eager is, and a little; "" if it is not."""
@@ -131,6 +134,11 @@ def relative(s, b, h, i, j, t):  # type: ignore[no-untyped-def]
     return s + t[h, i - j]
 
 
+def slopes(s, b, h, i, j, t):  # type: ignore[no-untyped-def]
+    """A number per head, one for all, and a bias per key."""
+    return s * t[0, 0] + t[h, 1] * (j - i) + t[h, j + 2]
+
+
 def capped(s, b, h, i, j, t):  # type: ignore[no-untyped-def]
     return 5 * torch.tanh(s / 5)
 
@@ -156,6 +164,9 @@ CASES = {
     "window": Case((1, 2, 300, 16), (1, 2, 300), mask=window),
     "alibi": Case((1, 4, 130, 16), (1, 4, 130), mask=causal, score=alibi),
     "relative": Case((2, 2, 140, 16), (2, 2, 150), score=relative),
+    "relative learned": Case((2, 2, 140, 16), (2, 2, 150), score=relative, mask=causal, learns=True),
+    "slopes learned": Case((2, 4, 100, 16), (2, 2, 150), score=slopes, mask=window, options=GQA, learns=True),
+    "dynamic learned": Case((1, 2, 150, 16), (1, 2, 170), score=relative, dynamic=True, learns=True),
     "documents": Case((2, 2, 300, 16), (2, 2, 300), mask=document, options=(("scale", 0.3),)),
     "capped": Case((1, 2, 150, 16), (1, 2, 150), mask=causal, score=capped, options=LSE),
     "temperature": Case((1, 2, 70, 16), (1, 2, 90), score=temperature),

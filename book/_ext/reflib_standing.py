@@ -19,6 +19,7 @@ from reflib_claims import CLAIM
 from reflib_pages import chapters, html_table, recordings
 
 EQUAL = 1.05  # two times that differ by less are told as equal
+ALL_CASES = "all cases"  # the case of a row that says how many a set has
 PEER, PACKAGER = "TorchInductor", "AOTInductor"  # the packager's calls are compared with the first of reflib's
 TUNED = "reflib, tuned"  # what TorchInductor's max-autotune is compared with, where it was measured
 COLOURS = {"eager": "#0072b2", PEER: "#d55e00", "reflib": "#009e73"}  # as in the chapters' figures
@@ -73,15 +74,31 @@ def partners(more: str, cases: Iterable[str]) -> tuple[str, ...]:
 def standing(root: Path) -> str:
     """Per device: a table of wins, losses, refusals and failed claims by chapter; then the losses, the worst first."""
     by_device: dict[str, list[Found]] = {}
+    sets: dict[str, list[str]] = {}
     for slug, path in recordings(root):
         data = json.loads(path.read_text(encoding="utf-8"))
         found = slug, list(pairs(slug, data["rows"])), data["claims"]
         by_device.setdefault(data["shared"].get("device", "unknown"), []).append(found)
+        sets.setdefault(data["shared"].get("device", "unknown"), []).extend(sets_of(data["rows"]))
     order = sorted(by_device.items(), key=lambda item: -len(item[1]))
-    return "\n\n".join(told(root, device, found) for device, found in order if any(some for _, some, _ in found))
+    shown = [(device, found) for device, found in order if any(some for _, some, _ in found)]
+    return "\n\n".join(told(root, device, found, sets[device]) for device, found in shown)
 
 
-def told(root: Path, device: str, found: list[Found]) -> str:
+def sets_of(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """How much of each set was measured, of a benchmark whose rows say how many cases its sets have."""
+
+    def cases(name: str, begins: str) -> int:
+        timed = [r for r in rows if r.get("name") == name and r["metric"] == "time" and r["case"].startswith(begins)]
+        return len({json.dumps(row["at"], sort_keys=True) for row in timed})
+
+    for row in rows:
+        if row["case"] == ALL_CASES:
+            name = row["name"]
+            yield f"{name}, {cases(name, '')} of {row['value']:.0f} cases, {cases(name, PEER)} of them beside {PEER}"
+
+
+def told(root: Path, device: str, found: list[Found], sets: list[str]) -> str:
     known = chapters(root)
     heads = ("chapter", "faster", "equal", "slower", "refused or crashed", "claims that do not hold")
     body, everything = [], [p for _, some, _ in found for p in some]
@@ -99,6 +116,7 @@ def told(root: Path, device: str, found: list[Found]) -> str:
         f"reflib's is {mean:.2f}. These are cases that were chosen for a chapter; models that were not are on a "
         f"[page of their own](sweep).\n\n{html_table(heads, body)}"
     )
+    text += f"\n\nOf the benchmark's sets were measured: {'; '.join(sets)}." if sets else ""
     lost = sorted((p for p in timed if p.ratio < 1 / EQUAL), key=lambda p: p.ratio)
     lines = [
         [known[p.chapter].title if p.chapter in known else p.chapter, p.what, *microseconds(p)]

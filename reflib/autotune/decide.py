@@ -37,7 +37,7 @@ from ..logs import get as logger
 from ..options import Options
 from ..target import Target
 from .activation import with_activation
-from .epilogue import epilogue_bytes
+from .epilogue import epilogue_of
 from .matmul import best_tiling, open_template, static_tiling, with_tiling
 from .points import Build, TargetOf, Work, begin, outcome_of, release
 from .prologue import cannot_lose
@@ -146,7 +146,7 @@ def _static_winner(program: Program, choice: Choice, target: Target) -> tuple[Va
         t = None if a.predicate else open_template(a)
         if t is None or t.prologues:
             continue
-        tiling = static_tiling(t, partial(epilogue_bytes, program, choice, a), target)
+        tiling = static_tiling(t, partial(epilogue_of, program, choice, a), target)
         if tiling is not None:
             return with_tiling(a, tiling), "at this size one launch is worth more than the library's kernel"
     return choice.variants[0], "the default"
@@ -155,7 +155,8 @@ def _static_winner(program: Program, choice: Choice, target: Target) -> tuple[Va
 def _computed(program: Program, choice: Choice, a: Variant, t: Template, target: Target) -> Variant | None:
     if not cannot_lose(program, a) or not tensor_cores(target):
         return None
-    best = best_tiling(t, epilogue_bytes(program, choice, a) or 0, target)
+    behind = epilogue_of(program, choice, a)
+    best = best_tiling(t, behind.moved if behind else 0, target)
     return None if best is None else with_tiling(a, best)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from ..ir.assume import limit_facts
 from ..ir.expr import BinOp, Expr, Sym, Var, ceildiv, expr, minimum, product
+from ..ir.instructions import PER_BYTE
 from ..ir.loops import Index, Load, Store
 from ..ir.program import (
     Assume,
@@ -29,6 +30,7 @@ from ..ir.program import (
 )
 from ..options import Options
 from ..target import Target
+from .epilogue import Epilogue
 from .roofline import (
     FP8,
     HALVES,
@@ -37,6 +39,8 @@ from .roofline import (
     accumulators,
     estimate,
     grouped,
+    moving,
+    multiplying,
     shared_bytes,
     tensor_cores,
 )
@@ -263,23 +267,44 @@ def _walking(t: Template, p: Problem, target: Target) -> Iterator[Tiling]:
 # itself takes no more than about that, one fused launch wins.
 SMALL = 2 * 256 * 256 * 1024  # operations
 SKINNY = 64 * 64  # results that split-K is meant for ...
+BEHIND = 0.7  # of the bytes' time of what is behind a product, in the model's seconds
 DEEP = 64  # ... with at least so much depth for each row or column
 
 
-def static_tiling(t: Template, moved: Callable[[], int | None], target: Target) -> Tiling | None:
-    """What to use when nothing is measured; None: leave it to ATen. ``moved``: ``epilogue_bytes`` of it.
+def static_tiling(t: Template, behind: Callable[[], Epilogue | None], target: Target) -> Tiling | None:
+    """What to use when nothing is measured; None: leave it to ATen. ``behind``: ``epilogue_of`` it.
 
     Small products with an epilogue become one launch; so do few results of great depth, where the library's own
-    split-K takes two launches for the product alone. All else is the library's: without measuring, 0.9 of cuBLAS on a
-    large product costs more than the epilogue's launch saves."""
+    split-K takes two launches for the product alone; and products that wait for memory (``_waiting``). All else is the
+    library's: without measuring, 0.9 of cuBLAS on a large product costs more than the epilogue's launch saves."""
     if not can_multiply(t, target) or not tensor_cores(target) and t.dtype != torch.float32:
         return None
-    b, m, n, k = problem(t).sizes
+    p = problem(t)
+    b, m, n, k = p.sizes
     small = 2 * b * m * n * k <= SMALL
     skinny = b * m * n <= SKINNY and k >= DEEP * max(m, n)
-    if not (small or skinny) or (behind := moved()) is None:
+    waits = moving(p, p.dtype.itemsize, target) > multiplying(p, target)
+    if not (small or skinny or waits) or (after := behind()) is None:
         return None
-    return best_tiling(t, behind, target)
+    return best_tiling(t, after.moved, target) if small or skinny else _waiting(t, p, after, target)
+
+
+def _waiting(t: Template, p: Problem, behind: Epilogue, target: Target) -> Tiling | None:
+    """A product of little depth or width takes the library the time of its bytes, and what is behind it reads the
+    result again and stores another: 262,144 x 256 of depth 256 and a ReLU move 537 MB in two kernels, 269 in one. So
+    ours is taken where by the model it ends before memory could have moved what two kernels do. (On an H200 our two
+    products of 262,144 x 256 took 1.6 and 1.5 times the model's seconds, the library's as many times their bytes', and
+    the ReLU 1.1 times. Arithmetic of an epilogue is added, as it waits for the product; a kernel of its own does it
+    while it reads.)"""
+    stored = p.dtype.itemsize
+    p = replace(p, moved=behind.moved if behind.kept else max(0, behind.moved - stored))
+    tiling = best_tiling(t, p.moved, target)
+    if tiling is None:
+        return None
+    work = behind.work / PER_BYTE  # as bytes
+    ours = estimate(p, tiling, target) + moving(p, work, target) - moving(p, 0, target)
+    after = moving(p, max(stored + behind.moved, work), target) - moving(p, 0, target)
+    return tiling if ours <= moving(p, stored, target) + BEHIND * after else None
 
 
 def best_tiling(t: Template, moved: int, target: Target) -> Tiling | None:

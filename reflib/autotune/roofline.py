@@ -24,6 +24,7 @@ six 4% (geometric means, the 32 shapes). Of 370 tiled and persistent kernels for
 
 import functools
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -195,10 +196,20 @@ def _warp_tile(t: Tiling) -> tuple[int, int]:
     return m, n
 
 
+def moving(p: Problem, each: float, target: Target) -> float:
+    """Seconds in which memory moves the operands once, and ``each`` bytes per element of the result."""
+    b, m, n, k = p.sizes
+    return b * (m * k * p.a_bytes + k * n * p.b_bytes + m * n * each) / (1e9 * rates(target).memory)
+
+
+def multiplying(p: Problem, target: Target) -> float:
+    """Seconds at the arithmetic units' full rate."""
+    return 2 * prod(p.sizes) / flops_per_second(p.dtype, target, p.tf32)
+
+
 def estimate(p: Problem, t: Tiling, target: Target) -> float:
     """Seconds that the kernel runs (without its launch), by the rules in the module's docstring."""
     r, units = rates(target), target.units
-    b, m, n, k = p.sizes
     programs = p.tiles(t) * t.splits
     load = _ceil(programs, units)  # on the fullest multiprocessor
     together = 1 if t.kind == "persistent" else min(load, resident(p, t, target))
@@ -208,8 +219,7 @@ def estimate(p: Problem, t: Tiling, target: Target) -> float:
     in_flight = together * max(1, min(t.num_stages - 1, steps)) * traffic
     latency = LATENCY if t.kind == "split" else BUSY
     into = min(in_flight / latency, L2_BYTES_PER_CLOCK * CLOCK, 1e9 * r.l2 / busy)
-    once = b * (m * k * p.a_bytes + k * n * p.b_bytes + m * n * (p.dtype.itemsize + p.moved))
-    body = max(compute, load * steps * traffic / into, once / (1e9 * r.memory))
+    body = max(compute, load * steps * traffic / into, moving(p, p.dtype.itemsize + p.moved, target))
     total = min(programs, together * units) * START + body + load / together * steps * STEP
     total += LATENCY * (3 if t.kind == "persistent" else _ceil(load, together))  # 3: descriptors are made first
     if p.moved:

@@ -23,6 +23,11 @@ LOW = -1e3  # a bias so low in all of a row would take digits from the scores
 LONG = 1024  # keys: with fewer, two products and a softmax of ours are faster on a CPU, except in 16 bits
 TILE, FLOPS_PER_SECOND, BYTES_PER_SECOND, LAUNCHES = 128, 2.5e14, 3e12, 8e-6  # of short lengths, on an H100
 BIASED = 3.3e-8  # seconds per tile whose scores get a bias or a mask, on an H200
+FLASH, NARROW = 256, 128  # widths up to which there is a flash kernel, and the other one keeps its results in registers
+BLOCK_FLOPS, WIDE_BLOCK_FLOPS = 1.2e12, 4.8e11  # of one of the other kernel's blocks, per second, narrow and wide
+AT_ONCE = 2 * 132  # of its blocks
+PRODUCT_FLOPS, ODD_PRODUCT_FLOPS = 4e14, 1e14  # per second, of rows that are aligned and that are not
+SCORES = 2**27  # stored where two products are faster
 IN_PLACE = [getattr(operator, n) for n in dir(operator) if n.startswith("i") and hasattr(operator, f"__{n[1:]}__")]
 WRITING = {"__setitem__", *(f"__{f.__name__}__" for f in IN_PLACE)}  # methods
 _MODES = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled", "_enter_inference_mode")
@@ -368,6 +373,10 @@ def _tried(parts: Parts, hides: str) -> tuple[torch.Tensor, bool]:
         scores, parts.q.value().shape[-1], bool(parts.steps)
     ):  # fmt: skip
         raise Refused("a fused kernel's tiles are mostly padding at these lengths")
+    if scores.device.type == "cuda" and parts.dtype.itemsize == 2 and _serial(
+        scores, max(parts.q.value().shape[-1], parts.v.value().shape[-1]), bool(parts.steps)
+    ):  # fmt: skip
+        raise Refused("a fused kernel has few blocks, each with all keys, or wide ones")
     if not hasattr(value(parts.second), "fake_mode"):
         raise Refused("sizes and dtypes are not known")
     with on_fakes(value(parts.second)):
@@ -407,6 +416,30 @@ def _short(scores: torch.Tensor, width: Any, biased: bool = False) -> bool:
     fused = heads * max(tiles * tile, moved / BYTES_PER_SECOND)
     apart = heads * (moved + 12 * queries * keys) / BYTES_PER_SECOND + LAUNCHES
     return fused > 1.3 * apart
+
+
+def _serial(scores: torch.Tensor, width: Any, biased: bool) -> bool:
+    """Are two products and a softmax clearly faster on a GPU, although there are many keys?
+
+    With a bias or a mask, or of a great width, the kernel is PyTorch's memory-efficient one: a block for each 64
+    queries of a head (32 of those wider than NARROW, whose results it adds up in memory), which goes through all keys.
+    What is not there in parallel takes its time one after the other, while products are split along everything. (On an
+    H200 10 x 212 queries of width 504, 4,242 keys, a mask: 70 blocks for 132 multiprocessors, 542 us, 4.8e11 FLOP/s
+    per block, and 1,486 us backward; two products, their rows not aligned, 66 and 112 us, the softmax 49. A block that
+    is not wide has half of what a multiprocessor has where they are many.) Not where sizes are unknown, and not if the
+    scores are SCORES or more."""
+    *batch, queries, keys = scores.shape
+    if not all(isinstance(n, int) for n in (*batch, queries, keys, width)) or not (biased or width > FLASH):
+        return False
+    heads, rows, rate = math.prod(batch), 64, BLOCK_FLOPS
+    if width > NARROW:
+        rows, rate = 32, WIDE_BLOCK_FLOPS
+    rounds = max(1.0, heads * math.ceil(queries / rows) / AT_ONCE)
+    fused = max(rounds * 4 * rows * keys * width / rate, 4 * heads * (queries + keys) * width / BYTES_PER_SECOND)
+    number, moved = heads * queries * keys, 4 * heads * (queries + keys) * width
+    flops = ODD_PRODUCT_FLOPS if keys % 8 or width % 8 else PRODUCT_FLOPS
+    apart = 4 * number * width / flops + (moved + 12 * number) / BYTES_PER_SECOND + LAUNCHES
+    return number < SCORES and fused > 1.3 * apart
 
 
 @contextmanager

@@ -116,7 +116,7 @@ def _check_promises(call: torch.fx.Node) -> None:
         given = _given(node)
         written = _written(node)
         if len(written) > 1 and written == {n for n, v in given.items() if isinstance(v, torch.Tensor)}:
-            continue  # PyTorch cannot tell
+            written = _stored_to(node)  # so PyTorch says of all kernels that it cannot follow as well
         for name in sorted(written):
             if argument := kept.get(_memory(given[name])):
                 promise = ", ".join(map(repr, sorted({*said, argument})))
@@ -167,26 +167,43 @@ def _written(node: torch.fx.Node) -> set[str]:
         return set(wrap.get_mutated_tensors(index, constants, _given(node), descriptors))  # type: ignore[arg-type]
 
 
-def _stores_elsewhere(node: torch.fx.Node) -> str:
-    """Does the kernel store to what is none of its tensors? What comes of it; "" if nothing is known against it."""
+def _ir(node: torch.fx.Node) -> tuple[str, list[str]]:
+    """Of the kernel that is launched: its IR, and its arguments that are tensors, in order."""
     from torch._higher_order_ops import triton_kernel_wrap as wrap
 
+    kernel: Any = wrap.kernel_side_table.get_kernel(node.kwargs["kernel_idx"])  # type: ignore[arg-type]
+    given = _given(node)
+    known = given | wrap.kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])  # type: ignore[arg-type]
+    with triton_of_gpu():
+        ttir, names = wrap.generate_ttir(kernel, known, node.kwargs["tma_descriptor_metadata"])  # type: ignore[arg-type]
+        return str(ttir), [n for n in names if isinstance(given.get(n), torch.Tensor)]
+
+
+def _stored_to(node: torch.fx.Node) -> set[str]:
+    """The tensors that the kernel's stores name; none where functions are called, whose arguments have other names."""
+    text, names = _ir(node)
+    pointers = re.findall(r"(%\w+): !tt\.ptr", text)
+    if text.count("tt.func ") != 1 or len(pointers) != len(names):
+        return set()
+    return {name for name, p in zip(names, pointers) if any(p in found for _, found in _places(text))}
+
+
+def _stores_elsewhere(node: torch.fx.Node) -> str:
+    """Does the kernel store to what is none of its tensors? What comes of it; "" if nothing is known against it."""
     given = _given(node)
     tensors = [v for v in given.values() if isinstance(v, torch.Tensor)]
     lost = bool(tensors) and not _written(node)
     if not lost and not any(t.dtype in (torch.int64, torch.uint64) for t in tensors):  # (none may hold addresses)
         return ""
-    kernel: Any = wrap.kernel_side_table.get_kernel(node.kwargs["kernel_idx"])  # type: ignore[arg-type]
-    known = given | wrap.kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])  # type: ignore[arg-type]
-    with triton_of_gpu():
-        text = str(wrap.generate_ttir(kernel, known, node.kwargs["tma_descriptor_metadata"])[0])  # type: ignore[arg-type]
+    text, _ = _ir(node)
     if lost and ("tt.store" in text or "tt.atomic" in text or "tt.descriptor_store" in text):
         return "stores to none of the tensors that it is given, so PyTorch drops its launch"
-    return "stores to what is none of the tensors that it is given" if any(_loaded_places(text)) else ""
+    elsewhere = any(loaded and not found for loaded, found in _places(text))
+    return "stores to what is none of the tensors that it is given" if elsewhere else ""
 
 
-def _loaded_places(ttir: str) -> Iterator[bool]:
-    """For each store of a kernel (its IR as text): is its place a loaded number, and no argument's?"""
+def _places(ttir: str) -> Iterator[tuple[bool, set[str]]]:
+    """For each store of a kernel (its IR as text): is its place made of a loaded number, and of which arguments?"""
     made: dict[str, tuple[str, list[str]]] = {}  # a value: the operation, and what it is of
     stores, arguments = [], {*re.findall(r"(%\w+): !tt\.ptr", ttir)}
     for line in ttir.splitlines():
@@ -206,4 +223,4 @@ def _loaded_places(ttir: str) -> Iterator[bool]:
                 op, operands = made.get(value, ("an argument", []))
                 left += [] if op == "tt.load" else operands
         ops = {made[v][0] for v in seen if v in made}
-        yield "tt.load" in ops and not seen & arguments
+        yield "tt.load" in ops, seen & arguments

@@ -21,6 +21,8 @@ from typing import Any
 
 from ..ir.loops import LoopNest
 from ..ir.program import Program
+from ..ir.traffic import accesses, cheapest_last, tile_sides
+from ..ir.transforms import drop_unit_axes, merge_axes
 from ..options import Options
 from ..target import Target
 from .dependencies import dependencies
@@ -31,6 +33,7 @@ from .result import Fused
 from .split import reduces_columns
 
 MAX_POINTS = 1 << 21  # of 4 bytes: 8 MB
+TURNED_POINTS = 1 << 16  # ... of what a kernel of tiles would move, each along its own contiguous side
 MAX_BUFFERS = 100
 MAX_PARTS = 32
 MAX_BYTES = 40 << 20  # of temporary tensors
@@ -49,7 +52,9 @@ def combine(fused: Fused, options: Options, target: Target) -> Fused:
     end = max(set().union(*before), default=-1)
     alike: dict[Any, list[int]] = {}
     for i, node in enumerate(program.nodes):
-        if not isinstance(node, LoopNest) or not _small(node) or options.batch_invariant and not one_launch(node):
+        if not isinstance(node, LoopNest) or not _small(node, program):
+            continue
+        if options.batch_invariant and not one_launch(node):
             continue
         # what reads nothing is first at any time: it waits for what needs it, or its storage would
         kind = (_shape(node), program.buffers[node.writes()[0]].device, bool(node.reads()))
@@ -159,11 +164,22 @@ def _shape(loops: LoopNest) -> tuple[Any, ...]:
     return kind_of(loops), loops.rnumel, reduces_columns(loops)
 
 
-def _small(loops: LoopNest) -> bool:
-    """Small enough to gain, and not empty (that needs no launch at all). Column sums need a launch of their own."""
+def _small(loops: LoopNest, program: Program) -> bool:
+    """Small enough to gain, and not empty (that needs no launch at all). Column sums need a launch of their own, and so
+    do tiles: a launch of several parts goes over each in one order (two images brought to channels-last, of 800,000
+    elements each: 10.9 us in one, 3.6 in two)."""
     if loops.numel == 0 or any(s.reduce == "sum" for s in loops.stores()):
         return False
-    return loops.numel.hint() * loops.rnumel.hint() <= MAX_POINTS
+    points = loops.numel.hint() * loops.rnumel.hint()
+    return points <= TURNED_POINTS or points <= MAX_POINTS and not _turned(loops, program)
+
+
+def _turned(loops: LoopNest, program: Program) -> bool:
+    if loops.reduced:
+        return False
+    loops = merge_axes(drop_unit_axes(loops), apart=True)
+    moved = accesses(loops.body, program.buffers)
+    return tile_sides(loops, cheapest_last(loops.parallel, moved), moved) is not None
 
 
 def _passed(program: Program, loops: LoopNest, own: set[str]) -> int:

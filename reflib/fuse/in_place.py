@@ -201,6 +201,8 @@ class _Deciding:
         makers = [self.program.nodes[i] for i in self.depends.writers.get(root, ())]
         if kind == "temp" and (not makers or any(isinstance(n, Extern) and may_alias(n.target) for n in makers)):
             return f"{root} was made by a call, and may be in another tensor's memory"
+        if kind == "temp" and u.kind == "same" and isinstance(makers[0], LoopNest):
+            return ""  # (the copy is computed in the same kernel)
         for other in group.updates:
             if other.at > u.position:
                 return f"{root} is being updated by {other.node.name}"
@@ -244,7 +246,7 @@ class _Deciding:
                 after = b == group.root and group.ends is not None and i >= group.ends
                 if i >= u.at and not after and not self._harmless(i, b, u, where):
                     return self._told(i, b, u)
-                group.read_later |= i > u.at and not after and i not in self.slices
+                group.read_later |= i > u.at and not after and i not in self.slices and u.kind != "same"
         return ""
 
     def _told(self, i: int, b: str, u: Update) -> str:
@@ -264,8 +266,8 @@ class _Deciding:
         node, w = self.program.nodes[i], self.slices.get(i)
         if i in self.depends.writers.get(b, ()) or not isinstance(node, (LoopNest, Extern)):
             return False
-        if isinstance(node, Extern) and u.kind == "call" and i == u.position and b == u.old:
-            return True  # its first argument, and no other one
+        if u.kind == "same" or isinstance(node, Extern) and u.kind == "call" and i == u.position and b == u.old:
+            return True  # (nothing is stored); its first argument, and no other one
         root, stored = self.program.buffers[where.buffer], points(where)
         own = self._stored_by(u) if i == u.at else []
         uses: list[Any] = list(_uses(node, b))
@@ -304,7 +306,7 @@ class _Deciding:
         parts = [u for u in self.accepted if not self.whole(u.new) and u.new not in back]
         out |= dict.fromkeys((u for u in parts if self.program.buffers[self.places[u.new].buffer].kind == "temp"), "")
         for g in self.groups.values():
-            kinds = {u.kind for u in g.updates}
+            kinds = {u.kind for u in g.updates} - {"same"}
             if "each" in kinds and kinds <= {"each", "slice"}:
                 each = [u for u in g.updates if u.kind == "each"]
                 parts_only = not any(self.whole(u.new) for u in each)  # (a slice of each is stored in place instead)
@@ -348,7 +350,7 @@ class _Deciding:
         return True
 
     def _storing(self, g: _Group) -> list[Update]:
-        return [u for u in g.updates if u not in self.given_back]
+        return [u for u in g.updates if u not in self.given_back and u.kind != "same"]
 
     def _parts_put_back(self) -> set[str]:
         """Buffers in parts of others, to which they are put back in the end. (One that is not would keep all of the

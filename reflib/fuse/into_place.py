@@ -181,7 +181,7 @@ class _Placing:
         if not placed and not ((apart or less) and (whole in d.needed or others)):
             return False
         saved = sum(2 * size(b) for b in placed) + sum(size(b) for _, b in apart) + less
-        saved -= 0 if all(self._alone(p, parts) for p, _ in apart) else again * size(whole)
+        saved -= 0 if all(self._alone(position, var, p, parts) for p, _ in apart) else again * size(whole)
         kernels = makers.count(None) - len(apart) - common.fewer + more
         return saved >= LAUNCH[self.target.is_gpu] * (kernels - 1)
 
@@ -252,16 +252,21 @@ class _Placing:
         writers = self.depends.writers.get(b, [])
         loops = len(writers) == 1 and isinstance(self.program.nodes[writers[0]], LoopNest)
         loops = loops and self._assembled(writers[0]) is None
-        return b if loops and (self._alone(part, parts) or self._read_elsewhere(position, var, part)) else ""
+        found = loops and (self._alone(position, var, part, parts) or self._read_elsewhere(position, var, part))
+        return b if found else ""
 
-    def _alone(self, part: Part, parts: list[Part]) -> bool:
-        """Is a loop nest's part, or what that reads, reduced, or copied more than once?"""
+    def _alone(self, position: int, var: Var | None, part: Part, parts: list[Part]) -> bool:
+        """Is a loop nest's part, or what that reads, reduced, or what it is computed from, or copied more than once?"""
         assert isinstance(part.value, Load)
-        b, d = part.value.buffer, self.depends
-        maker = self.program.nodes[d.writers[b][0]]
-        reads = (self.program.nodes[w] for r in maker.reads() for w in d.writers.get(r, ()))
-        reduced = any(isinstance(n, LoopNest) and n.reduced for n in (maker, *reads))
-        return reduced or sum(isinstance(p.value, Load) and p.value.buffer == b for p in parts) > 1
+        b = part.value.buffer
+        near = [n for m in self._writers(b) for r in (b, *m.reads()) for n in self._writers(r)]
+        if any(n.reduced for n in near) or sum(isinstance(p.value, Load) and p.value.buffer == b for p in parts) > 1:
+            return True
+        names = {name for found in self._read(position, var, part) for name, _ in found}
+        return any(n.reduced and not names.isdisjoint(n.reads()) for r in names for n in self._writers(r))
+
+    def _writers(self, b: str) -> list[LoopNest]:
+        return [n for i in self.depends.writers.get(b, ()) if isinstance(n := self.program.nodes[i], LoopNest)]
 
     def _read_elsewhere(self, position: int, var: Var | None, part: Part) -> bool:
         """Is the part needed by others too, who would read no less to compute it again?"""

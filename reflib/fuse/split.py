@@ -64,6 +64,7 @@ PIECE = 256  # rows of a column reduction that are read all at once
 ALIGNED = 8  # columns of which rows begin at 16 bytes: others are read more slowly in parts than whole
 FAR = 2.5  # times as many pieces as wanted, at most, that are equal: their sums take a tenth of what they are sums of
 SECOND = 4_000_000  # bytes that a GPU moves in the time of the second kernel: 1 us of an H200
+MIN_SCAN = 16384  # a shorter row is not worth the three kernels of ``split_scans``
 MOST = 512  # pieces, for a second step that is short
 WAVES = 16  # programs per multiprocessor, some 6 at a time: so many that few of these idle while the last ones end
 RICH = 1 << 16  # elements of a piece beside which its start is short
@@ -124,6 +125,14 @@ def _of_softmax(program: Program, depends: Dependencies, position: int, loops: L
     )  # fmt: skip
 
 
+def _of_scan(program: Program, depends: Dependencies, position: int, loops: LoopNest) -> bool:
+    """Does a program that scans the row have it whole, and can reduce it as well?"""
+    return any(
+        (maker.numel, maker.rnumel) == (loops.numel, loops.rnumel) and any(isinstance(s, Scan) for s in maker.body)
+        for maker in makers(program, depends, position, lambda maker: not maker.reduced)
+    )  # fmt: skip
+
+
 def _long_rows(loops: LoopNest, pieces: int, enough: int) -> int:
     """How many of the first axes are rows, ``enough`` and of LINE neighbours or more, if ``pieces`` are not equal."""
     last = loops.axes[-1]
@@ -157,6 +166,8 @@ def _pieces(
     """Into how many parts a row should be cut (1: not at all); and how many equal parts are better than unequal ones,
     at least (0: only about as many). Neighbours of unequal parts are kernels of their own."""
     strided = reduces_columns(loops)
+    if loops.rnumel.hint() < MIN_SCAN and _of_scan(program, depends, position, loops):
+        return 1, 0
     if options.batch_invariant and has_order(loops):
         whole = not strided and _of_softmax(program, depends, position, loops)
         return pieces_by_length(loops.rnumel.constant, strided, whole, target.is_gpu), 0

@@ -22,9 +22,8 @@ from ..options import Options
 from ..target import Target
 from .mapping import fresh
 from .result import Fused
-from .split import new_part, row_major, was_split
+from .split import MIN_SCAN, new_part, row_major, was_split
 
-MIN_ROW = 16384  # a shorter row is not worth three kernels
 MIN_PIECE = 2048
 OPERATOR = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum"}
 
@@ -57,7 +56,7 @@ def _can_split(loops: LoopNest) -> bool:
 def _pieces(loops: LoopNest, target: Target) -> int:
     """Into how many equal parts to cut a row; 1: not at all."""
     rows, length = max(1, loops.numel.hint()), loops.rnumel.constant
-    if length is None or length < MIN_ROW or rows >= 2 * target.units:
+    if length is None or length < MIN_SCAN or rows >= 2 * target.units:
         return 1
     wanted = min(4 * target.units // rows, length // MIN_PIECE)
     most = next(n for n in range(wanted, 0, -1) if length % n == 0)

@@ -219,7 +219,8 @@ def _steps(index: Expr, a: Axis) -> list[int] | None:
 
 def across(fused: Fused, options: Options, target: Target) -> Fused:
     """The same kernels, on a GPU, written out along few elements that lanes should not go along: reductions of strided
-    or shared ones, unless ``batch_invariant``; elementwise ones whose elements are made in different ways."""
+    or shared ones; elementwise ones whose elements are made in different ways. With ``batch_invariant`` sums are of
+    pairs, as they are in a kernel that reduces (``generate.triton_one_order``): the same bits, written out or not."""
     if not target.is_gpu:
         return fused
     buffers = fused.program.buffers
@@ -227,8 +228,9 @@ def across(fused: Fused, options: Options, target: Target) -> Fused:
     def new(n: Node) -> Node:
         if not isinstance(n, LoopNest) or any(s.reduce for s in n.stores()):
             return n
-        if not options.batch_invariant and _few(n, max(LONGEST, len(n.loads()))):
-            written_out, short = unrolled(n), _few(n) and (_strided(n, buffers) or _shared(n, buffers))
+        if _few(n, max(LONGEST, len(n.loads()))) and (not options.batch_invariant or _in_pairs(n)):
+            written_out = unrolled(n, options.batch_invariant)
+            short = _few(n) and (_strided(n, buffers) or _shared(n, buffers))
             short = short or len(written_out.loads()) < len(n.loads())  # it reads each of them by itself as well
             n = written_out if short and len(written_out.body) <= MAX_BODY else n
         return n if n.reduced else _by_part(n, target, buffers)
@@ -381,8 +383,15 @@ def _order(loops: LoopNest, s: Reduce) -> list[int]:
     return [] if None in apart else sorted(range(len(apart)), key=apart.__getitem__)  # type: ignore[arg-type]
 
 
-def unrolled(loops: LoopNest) -> LoopNest:
-    """Without its reduced axes, whose sizes are constants: each statement once per element of these."""
+def _in_pairs(loops: LoopNest) -> bool:
+    """Are its sums those of one axis, whose order is known?"""
+    kinds = {s.kind for s in loops.body if isinstance(s, Reduce)}
+    return len(loops.reduced) == 1 and kinds <= {"sum", "max", "min", "any", "all"}
+
+
+def unrolled(loops: LoopNest, pairs: bool = False) -> LoopNest:
+    """Without its reduced axes, whose sizes are constants: each statement once per element of these. ``pairs``: sums
+    are of neighbours, and so on."""
     loops = two_passes(loops)
     level = varying(loops.body, loops.reduced_vars)
     points = _points(loops)
@@ -390,7 +399,7 @@ def unrolled(loops: LoopNest) -> LoopNest:
     ids: list[dict[int, int]] = [{} for _ in points]
     for i, s in enumerate(loops.body):
         if isinstance(s, Reduce):
-            total = _total(b, s, ids)
+            total = _total(b, s, ids, pairs)
             new = [_first(b, s, total, [ids[n] for n in _order(loops, s)]) if _picks(s) else total] * len(points)
         elif level[i]:
             new = [b.add(map_stmt(s, at, point)) for at, point in zip(ids, points)]
@@ -422,9 +431,13 @@ def by_parts(loops: LoopNest, a: Axis, n: int) -> LoopNest:
     return replace(loops, axes=axes, body=decided(tuple(b.body)))
 
 
-def _total(b: BodyBuilder, s: Reduce, ids: list[dict[int, int]]) -> int:
+def _total(b: BodyBuilder, s: Reduce, ids: list[dict[int, int]], pairs: bool = False) -> int:
     dtype = b.dtype(ids[0][s.args[0]]) if _picks(s) else s.dtype
-    total, *others = [b.cast(at[s.args[0]], dtype) for at in ids]
+    values = [b.cast(at[s.args[0]], dtype) for at in ids]
+    while pairs and s.kind == "sum" and len(values) > 1:
+        values += [b.const(0, dtype)] * (len(values) % 2)  # (-0.0 + 0.0 is 0.0: so it is in a block with zeros)
+        values = [b.op("add", x, y) for x, y in zip(values[::2], values[1::2])]
+    total, *others = values
     for value in others:
         total = b.op(_OPS[s.kind], total, value)
     return total

@@ -10,8 +10,8 @@ forms, and only these are looked for, whatever the op was::
     call    new = op(old, ...) of an op of PyTorch's that has a form op_(old, ...) which writes to ``old``; a
             collective, too: its functional form communicates in a copy
     each    new[e] = f(old[e], ...) for every element
-    same    new[e] = old[e] for every element, where ``old`` was made by a call or is carried by a loop (a body may not
-            update what it carries: it clones it first)
+    same    new[e] = old[e] for every element, where ``old`` was made by a call or another update (``cache.copy_(it)``,
+            and then the cache is read) or is carried by a loop (a body may not update what it carries: it clones it)
 
 ``old`` may be a part of a buffer (``cache[layer]``), that is, ``new`` a view of it: ``Update.view``. A slice update of
 the whole by such a part, ``where(e in part, new, old)``, then stores what is there already (``puts_back``).
@@ -58,7 +58,7 @@ def find_updates(program: Program, d: Dependencies) -> list[Update]:
         u = _call(program, d, position, node) if isinstance(node, Extern) else None
         if isinstance(node, LoopNest):
             u = _slice(program, d, position, node) or _copy(program, d, position, node)
-            u = u or _same(program, d, position, node) or _each(program, d, position, node)
+            u = u or _same(program, d, position, node, found) or _each(program, d, position, node)
         if u is not None and program.buffers[u.new].kind == "temp" and u.new != u.old:
             found[u.new] = u
     return sorted(found.values(), key=lambda u: u.at)
@@ -137,13 +137,16 @@ def _each(program: Program, d: Dependencies, position: int, node: LoopNest) -> U
     return None
 
 
-def _same(program: Program, d: Dependencies, position: int, node: LoopNest) -> Update | None:
+def _same(
+    program: Program, d: Dependencies, position: int, node: LoopNest, found: Mapping[str, Update]
+) -> Update | None:
     copy = whole_copy(program, node)
     if copy is None or d.writers[copy[2].buffer] != [position]:
         return None
     makers = [program.nodes[i] for i in d.writers.get(copy[1].buffer, ())]
     view = _seen(program, copy[1], copy[0], copy[2].buffer)
-    if view is None or not (makers and isinstance(makers[0], Extern)):  # (else it is computed in the same kernel)
+    stored = copy[1].buffer in found and found[copy[1].buffer].kind != "each"
+    if view is None or not (stored or makers and isinstance(makers[0], Extern)):  # (else: in the same kernel)
         return None
     return Update("same", position, position, view, copy[2].buffer, node)
 

@@ -1,12 +1,13 @@
 """Fused attention in Triton: backward. The scores are computed again, and ``power``, the softmax's results, from
 them and the rows' log-sum-exps (FlashAttention-2, arXiv:2307.08691): one kernel walks along the keys of a block of
 queries and sums up their gradient; another one walks along the queries of a block of keys, of all heads that share
-these. Each sums in registers, in a fixed order, so results repeat bit for bit.
+these. Each sums in registers, in a fixed order, so results repeat bit for bit. Gradients of captured tensors do not:
+the first kernel adds to them in memory, by atomic additions.
 
 NB: TorchInductor has both in one launch, with one tiling's warps and stages for the two.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from ..ir.program import Buffer, KernelNode
 from ..target import Target
@@ -31,10 +32,10 @@ def print_dq(node: KernelNode, buffers: dict[str, Buffer], target: Target, align
         p.put(f"score = {p.dot('q', 'k')}")
         _powers(p, masked)
         p.put(f"of_power = {p.dot('do', 'v')}")
-        _of_scores(p, masked)
+        _of_scores(p, masked, p.slot.sums)
         p.put(f"dq = {p.dot(p.narrow('grad'), 'tl.trans(k)', 'dq')}")
 
-    p.over("n", FUNCTIONS, step)
+    p.over("n", (*FUNCTIONS, *p.slot.sums), step)
     p.write(p.place("dq", "b", "h"), "dq", QUERIES, f"(dq * {p.kernel.scale!r})")
     return p.finish(programs)
 
@@ -90,9 +91,12 @@ def _powers(p: FlexPrinter, masked: bool) -> None:
     p.put(f"power = tl.exp2(weight * {p.constant('FACTOR', p.factor)} - lse)")
 
 
-def _of_scores(p: FlexPrinter, masked: bool) -> None:
-    """``grad``, of the scores: through the softmax, then through the user's function."""
+def _of_scores(p: FlexPrinter, masked: bool, sums: Sequence[str] = ()) -> None:
+    """``grad``, of the scores: through the softmax, then through the user's function, with what that captures."""
     p.put("grad = power * (of_power - delta)")
+    if sums:
+        rows = ["ymask"] if p.slot.masks["y"] else []
+        p.slot.add(" & ".join([*filter(None, [p.counted(masked)]), *rows]))
     if not p.kernel.stores("of_score"):
         return
     v = p.slot.value("of_score")

@@ -45,6 +45,16 @@ class SlotPrinter(StatementPrinter):
         self._print(self._needed([result]))
         return self.results[result]
 
+    @property
+    def sums(self) -> list[str]:
+        """Buffers that the slot adds to."""
+        return list(dict.fromkeys(s.buffer for s in self.space.body if isinstance(s, Store) and s.reduce))
+
+    def add(self, counted: str) -> None:
+        """Adds a block's terms to these; of scores that are not ``counted`` none ("": of all)."""
+        self.counted = counted
+        self._print(self._needed(self.sums))
+
     def again(self) -> None:
         """At the top of a loop's body: names inside it are not there yet."""
         self.values = dict(self.kept)
@@ -67,8 +77,24 @@ class SlotPrinter(StatementPrinter):
             super()._load(i, s)
 
     def _store(self, s: Store) -> None:
+        if s.reduce:
+            self._add(s)
+            return
         v = self.values[s.value]
         self.results[s.buffer] = Value(const_mask(v.text) if s.buffer == "mask" else self._typed(s.value), v.dims)
+
+    def _add(self, s: Store) -> None:
+        """Terms at one place are summed before. (One that is 0 is not added: its place may be none.)"""
+        text, masks, dims = self._access(s.index, [])
+        term = f"tl.broadcast_to({self._typed(s.value)}, [YBLOCK, XBLOCK])"
+        term = f"tl.where({self.counted}, {term}, 0.0)" if self.counted else term
+        if not dims:
+            term = f"tl.sum({term})"
+        for axis, d in enumerate("yx") if dims else ():
+            term = term if d in dims else f"tl.sum({term}, {axis}, keep_dims=True)"
+        self.put(f"term = {term}")
+        mask = " & ".join(["(term != 0.0)", *masks])
+        self.put(f"tl.atomic_add({self._place(s.buffer, text)}, term, mask={mask}, sem='relaxed')")
 
 
 class FlexPrinter:
@@ -105,7 +131,9 @@ class FlexPrinter:
         for a in self.kernel.slot.axes:
             name = {self.rows: "y", self.columns: "x"}.get(a.var.name, a.var.name)
             env[a.var] = expr(Var(name, a.size))
-        body = tuple(self._captured(s) if isinstance(s, Load) else s for s in substitute(self.kernel.slot.body, env))
+        body = tuple(
+            self._captured(s) if isinstance(s, (Load, Store)) else s for s in substitute(self.kernel.slot.body, env)
+        )
         y, x = (Var(d, self.length[n]) for d, n in (("y", self.rows), ("x", self.columns)))
         shown = torch.float32 if self.kernel.exact else torch.float16  # what a last bit of the results could show in
         results = {n: Buffer(n, torch.bool if n == "mask" else shown, torch.device("cpu"), (), ()) for n in RESULTS}
@@ -113,8 +141,8 @@ class FlexPrinter:
         space = Space("tile", body, x, y)
         return SlotPrinter(space, self.node.config, {**self.buffers, **results}, self.needs, masks)
 
-    def _captured(self, s: Load) -> Load:
-        if s.buffer in INPUTS:
+    def _captured(self, s: Load | Store) -> Load | Store:
+        if s.buffer in (*INPUTS, *RESULTS):
             return s
         v = self.given["captured"][int(s.buffer)]
         if v.strides != self.kernel.strides[int(s.buffer)]:
@@ -292,9 +320,7 @@ class FlexPrinter:
     def _stages(self) -> str:
         return f"num_stages={self.tiling.num_stages}"
 
-    def _body(
-        self, walked: str, start: str, step: Step, masked: bool, rest: bool = False, inside: bool = True
-    ) -> None:
+    def _body(self, walked: str, start: str, step: Step, masked: bool, rest: bool = False, inside: bool = True) -> None:
         ragged, self.ragged[walked] = self.ragged[walked], rest or (self.ragged[walked] and bool(self.kernel.blocks[0]))
         self.slot.masks["x"] = self.ragged[walked]
         self.indent(inside)

@@ -1,7 +1,8 @@
 """Casts to 8-bit floats in Triton; ``ir/float8`` says which.
 
 The hardware's instruction makes the largest number of what is out of range; where eager makes something else of it,
-that is put in its place.
+that is put in its place, made from the number that is cast: computing with the bits of the result is miscompiled. (The
+instruction casts two at a time; of ``or`` with both as halves of 32 bits, ptxas 12.8 makes wrong code.)
 """
 
 import torch
@@ -21,12 +22,14 @@ def {CASTS[dtype]}(x):
     """The nearest; of what is out of range, the largest."""
     return x.to(tl.float32).to({to})
 '''
+    low, high = BEYOND[dtype] | 128, BEYOND[dtype]
     return f'''
 def {CASTS[dtype]}(x):
     """The nearest; what is out of range as eager stores it."""
     x = x.to(tl.float32)
     bits = x.to({to}).to(tl.uint8, bitcast=True)
-    return tl.where({BEYOND_TESTS[dtype]}, (bits & 128) | {BEYOND[dtype]}, bits).to({to}, bitcast=True)
+    beyond = tl.where(x < 0, {low}, {high}).to(tl.uint8)
+    return tl.where({BEYOND_TESTS[dtype]}, beyond, bits).to({to}, bitcast=True)
 '''
 
 

@@ -16,7 +16,7 @@ name what the kernel is given and writes:
 **The slot** is a loop nest over (b, h, m, n), one point of the matrix of scores. It loads ``score`` and ``grad``
 (the gradient of its result) and stores ``modified`` (the score function's result), ``mask`` and ``of_score`` (the
 gradient of ``score``). What it does not store is the identity, or true everywhere. Any other buffer's name in it is
-a number: that one of ``captured``.
+a number: that one of ``captured``. To some of these ``dq`` adds (``Store.reduce``): gradients of captured tensors.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,6 @@ from .user_kernel import Launched
 
 INPUTS = ("score", "grad")
 RESULTS = ("modified", "mask", "of_score")
-WRITTEN = {"forward": ("out", "lse", "top"), "dq": ("dq",), "dkv": ("dk", "dv")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,8 @@ class FlexTiling:
 @dataclass(frozen=True, slots=True)
 class FlexKernel(Launched):
     """``blocks``: queries and keys per block of the mask; (0, 0): it has none. ``strides``: of ``captured``, as the
-    slot reads them. ``exact``: may a last bit of ``modified`` show? ``tiling``: None until chosen."""
+    slot reads them. ``exact``: may a last bit of ``modified`` show? ``one_order``: are sums to have the same order
+    whatever the sizes but those of heads? ``tiling``: None until chosen."""
 
     kind: str
     slot: LoopNest
@@ -59,6 +59,7 @@ class FlexKernel(Launched):
     precision: str = "ieee"
     strides: tuple[tuple[Expr, ...], ...] = ()
     exact: bool = False
+    one_order: bool = False
     tiling: FlexTiling | None = None
 
     @property

@@ -236,11 +236,9 @@ class Template:
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One of several implementations: ``nodes`` in order, valid where all of ``predicate`` hold.
-
     ``name``: ``triton``, ``fast``, ``512 < s0 <= 2048: decompose_k(8)``.
     ``buffers``: temporaries of its own, in a Choice (once it has been decided they are in the program's table).
-    ``patches``: sorted (option, value) pairs to compile its nodes with.
-    ``params``: the parameters it was registered with, to be shown.
+    ``patches``: sorted (option, value) pairs to compile with. ``params``: what it was registered with, to be shown.
     """
 
     name: str
@@ -310,11 +308,10 @@ class Choice:
         return list(self.outputs)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Variants:
     """Several implementations that write the same ``outputs``; the first whose predicate holds runs. The last one's
     predicate is empty: the fallback. Temporaries of all variants are in the program's table of buffers.
-
     ``schedule`` makes one of every LoopNest and Template, whose entries are one kernel each (``of_kernels``): a fast
     one, and a fallback if that assumes anything."""
 
@@ -323,7 +320,7 @@ class Variants:
     variants: tuple[Variant, ...]
     origins: tuple[Origin, ...] = ()
 
-    @property
+    @cached_property
     def of_kernels(self) -> bool:
         """Is every variant one kernel?"""
         return all(len(v.nodes) == 1 and isinstance(v.nodes[0], KernelNode) for v in self.variants)
@@ -332,9 +329,13 @@ class Variants:
         """Temporaries: written in a variant, and not used outside."""
         return {b for v in self.variants for n in v.nodes for b in n.writes()} - set(self.outputs)
 
-    def reads(self) -> list[str]:
+    @cached_property
+    def _reads(self) -> list[str]:
         inside = self.inside()
         return list(dict.fromkeys(b for v in self.variants for b in v.reads() if b not in inside))
+
+    def reads(self) -> list[str]:
+        return [*self._reads]
 
     def writes(self) -> list[str]:
         return list(self.outputs)

@@ -19,10 +19,11 @@ Sizes known at run time only count by their hints: this chooses, and proves noth
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from math import prod
 
 from .expr import BinOp, Expr, Ref, Sym, Var, expr
-from .loops import Axis, Indirect, Load, Stmt, Store, stmt_args, stmt_exprs
+from .loops import Axis, Indirect, Load, LoopNest, Stmt, Store, stmt_args, stmt_exprs
 from .program import Buffer
 
 SECTOR = 32  # bytes
@@ -33,6 +34,9 @@ LOAD, STORE = 2, 3  # weights
 L2, KEPT = 1 << 22, 0.5  # bytes of a table that stays there; the weight of its sectors, by those of memory
 PARTIAL = 3  # of what a store leaves of a sector, which is read and written again: 67 us where loads do so in 28
 CLOSE, CLOSE_ROWS = 1.1, 1.5  # costs that are equal: the order as written needs fewer divisions (rows share little)
+TILE = 64  # points of a side
+MIN_TILE = 8  # a shorter side costs less read out of order than tiled
+WORTH = 0.8  # of the sectors: what is left must pay for going through shared memory
 _FAR = 1 << 40  # elements: the step of an index that is itself loaded
 
 
@@ -151,3 +155,22 @@ def cheapest_last(axes: Sequence[Axis], moved: Sequence[Access], rows: Sequence[
         orders += [[*(a for a in rest if a is not second), second, last] for second in seconds]
     costs = [cost_of_order(moved, order, rows) for order in orders]
     return next(order for order, c in zip(orders, costs) if c <= (CLOSE_ROWS if rows else CLOSE) * min(costs))
+
+
+def tile_sides(loops: LoopNest, order: Sequence[Axis], moved: Sequence[Access]) -> tuple[Axis, Axis] | None:
+    """(x, y) when accesses, each with both, are contiguous in two different axes, both long enough, and a tile of these
+    touches clearly fewer sectors than ``order``; else None."""
+    sides = {a: [m.index for m in moved if _rows_along(a, m.index)] for a in loops.axes if a.size.hint() >= MIN_TILE}
+    pairs = [p for p in combinations(sides, 2) if all(any(i.has(b.var) for i in sides[a]) for a, b in (p, p[::-1]))]
+    tiles = {pair: cost(moved, {a.var: min(TILE, a.size.hint()) for a in pair}) for pair in pairs}
+    best = min(tiles, key=lambda pair: tiles[pair], default=None)
+    if best is None or tiles[best] > WORTH * cost_of_order(moved, order):
+        return None
+    # x is the side that the first store is contiguous in
+    first = next((s.index for s in loops.stores() if any(_rows_along(a, s.index) for a in best)), None)
+    return best if first is None or _rows_along(best[0], first) else (best[1], best[0])
+
+
+def _rows_along(a: Axis, index: Expr) -> bool:
+    """Is ``index``, of two axes or more, contiguous in ``a``?"""
+    return index.coefficient(a.var) == 1 and len(index.variables()) > 1

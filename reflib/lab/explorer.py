@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 GREY = "#8a8a8a"  # visible on white and on black
 SHOWN = 12  # candidates drawn per shape; always includes the default
 
-# kind of candidate -> (colour, marker of Vega-Lite, marker of matplotlib)
+# kind of candidate -> (colour, marker of Vega-Lite, marker of matplotlib); no colour of a compiler's (figures.ALWAYS)
 KINDS = {
     "ATen": ("#7a7a7a", "square", "s"),
-    "tiled": ("#0072b2", "circle", "o"),
+    "tiled": ("#2a8fa8", "circle", "o"),
     "persistent": ("#aa4499", "diamond", "D"),
-    "split-K": ("#d55e00", "triangle-up", "^"),
-    "decompose-K": ("#009e73", "cross", "P"),
-    "other": ("#8a6d00", "triangle-down", "v"),
+    "split-K": ("#8a6d00", "triangle-up", "^"),
+    "decompose-K": ("#6f63c5", "cross", "P"),
+    "other": ("#b07a5a", "triangle-down", "v"),
 }
 _TILING = re.compile(r"^triton (\w+) (\d+x\d+x\d+)(?:.* splits (\d+))?")
 _WORDS = {"eager": "ATen", "tiled": "tiled", "persistent": "persistent", "split": "split-K"}

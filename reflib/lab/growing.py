@@ -3,11 +3,13 @@
 import ast
 import difflib
 import inspect
+import json
 import linecache
 from collections.abc import Iterable
 from pathlib import Path
 
 from reflib.errors import LabError
+from reflib.lab.machine import ROOT
 from reflib.lab.showing import HtmlTable, Listing, display_thing
 
 CALL = ".step("  # `mini.step("trace")`, the first line of a cell that is a step
@@ -18,12 +20,12 @@ class Growing:
 
     A cell that begins with `mini.step("fuse")` is a step of `mini`; the cell also runs as usual, so that the notebook
     has the same functions. Running it again replaces what it added. A step in several cells has titles such as
-    "print: templates" and "print: rounds".
+    "print: templates" and "print: rounds". `continues`: begin with the steps of that notebook.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, continues: str = "") -> None:
         self.name = name
-        self._steps: dict[str, str] = {}  # title -> the cell's text
+        self._steps = steps_in(continues) if continues else {}  # title -> the cell's text
 
     def step(self, title: str, source: str | None = None) -> None:
         """Take in the running cell (or `source`), and show what it changed in the lines that were there."""
@@ -67,6 +69,15 @@ class Growing:
             written = sum(code_lines(text) for t, text in self._steps.items() if step_of(t) == title)
             rows.append((len(rows) + 1, title, written, code_lines(self.after(title))))
         return HtmlTable(["step", "what", "lines written", "lines of the module"], rows)
+
+
+def steps_in(slug: str) -> dict[str, str]:
+    """The steps of a notebook beside the running one, or of the checkout. LabError if it is in neither place."""
+    for folder in (Path.cwd(), ROOT / "notebooks"):
+        if (path := folder / f"{slug}.ipynb").exists():
+            cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+            return steps_of(["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"])
+    raise LabError(f"{slug}.ipynb is not here: this notebook continues its module, so put it into the same folder")
 
 
 def steps_of(cells: list[str]) -> dict[str, str]:

@@ -79,7 +79,7 @@ class Standings:
         parts = [f"{len(self.lines)} of {self.count} cases were measured."]
         for contender in [c for c in self.contenders if c not in self.against][::-1]:
             both = self.gains(contender, self.against)
-            means = [f"{geometric_mean(g):.2f} times as fast as {p}"
+            means = [f"{geometric_mean(g):.2f} times as fast as {p} (slower in {sum(r < 1 for r in g)} of {len(g)})"
                      for p in self.against if (g := self.gains(contender, [p]))]  # fmt: skip
             if both:
                 parts.append(
@@ -87,6 +87,8 @@ class Standings:
                     f"(geometric means; {min(both):.2f} to {max(both):.2f}); slower than the better of them in "
                     f"{sum(g < 1 for g in both)} of {len(both)}."
                 )
+            elif means:
+                parts.append(f"{contender}: {', '.join(means)} (geometric means).")
         failed = [line.place for line in self.lines if line.us(self.ours) is None]
         disturbed = [line.place for line in self.lines if line.disturbed]
         parts += [f"{self.ours} has no time for: {', '.join(failed)}."] if failed else []
@@ -152,8 +154,9 @@ def standings(
     place: Place | None = None,
     columns: Mapping[str, Callable[[Line], str]] | None = None,
 ) -> Standings:
-    """Standings of the time rows, one line per `at`, lowest ratio to the better peer first, cases without a
-    ratio last. `place`: the label of an `at`. `columns`: heading -> function of a line, for further columns."""
+    """Standings of the time rows, one line per `at`, lowest ratio to the better peer first, cases that lack a peer
+    last, by the peers that they have. `place`: the label of an `at`. `columns`: heading -> function of a line, for
+    further columns."""
     name = place or (lambda at: " x ".join(str(at.get(k)) for k in ("M", "N", "K")))
     several = len({row.at.get("dtype") for row in rows if "dtype" in row.at}) > 1
     found: dict[tuple[tuple[str, Any], ...], dict[str, Row]] = {}
@@ -166,7 +169,8 @@ def standings(
 
     def least_first(line: Line) -> tuple[bool, float, str]:
         ratio = line.ratio(ours, against)
-        return ratio is None, ratio or 0.0, line.place
+        there = [contender for contender in against if contender in line.rows]
+        return ratio is None, (line.ratio(ours, there) if ratio is None else ratio) or 0.0, line.place
 
     count = sum(int(row.value or 0) for row in rows.where(case=ALL_CASES))
     return Standings(

@@ -6,8 +6,8 @@ its own, and rounded once. That buffer has a row for each index instead of one f
 moves less (``_by_slots``).
 
 On a GPU only; on a CPU, and with ``atomics=False``, these ops are calls of ATen. With ``batch_invariant`` rows of
-floats are added by a call of ``index_put`` (``sorted_rows``): it sorts the places and adds the rows of one in their
-order, in float32, where ATen's own ``index_add`` has atomic additions as well, for halves slow ones in 16 bits.
+floats are added in their order (``segment_sums``), or by a call of ``index_put`` (``sorted_rows``), which sorts in each
+call, where ATen's own ``index_add`` has atomic additions as well, for halves slow ones in 16 bits.
 **The order of the additions varies from run to run**, and with it the last bits of floating-point sums, as in
 TorchInductor's kernels and in some of eager's (those of ``scatter_add``; those of ``index_put`` and of embeddings sort
 first). Under ``torch.use_deterministic_algorithms(True)`` only integers are summed so.
@@ -27,7 +27,8 @@ from .body import NestBuilder, Scalar, Value, nest, where
 from .context import LoweringContext
 from .extern import extern
 from .indexing import axis, here_and_at, named, one_per_row, stand
-from .rules import Unsupported, rule
+from .rules import Unsupported, overloads, rule
+from .segment_sums import segment_sums
 
 SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32} | {
     d: d for d in (torch.float32, torch.float64, torch.int32, torch.int64)
@@ -39,11 +40,19 @@ Sum = Callable[[LoweringContext, View | None, Sequence[IntLike], Term], View]  #
 Rows = tuple[Sequence[Expr], Callable[[NestBuilder], Expr]]
 
 
+# On a GPU eager's kernels of these are atomic additions: their order is open, with numerics="eager" too.
+UNORDERED = frozenset(overloads("index_add", "scatter_add", "scatter_reduce"))
+
+
 def possible(cx: LoweringContext, dtype: torch.dtype) -> bool:
     """May the op's result, of ``dtype``, be summed atomically?"""
+    options = cx.low.options
+    asked = vars(options)["_asked"].get("atomics", True)
+    like_eager = options.numerics == "eager" and cx.node.target in UNORDERED and asked
     ordered = torch.are_deterministic_algorithms_enabled() and dtype.is_floating_point
-    exact = cx.low.options.batch_invariant and not dtype.is_floating_point  # whatever their order
-    return cx.on_gpu and (cx.low.options.atomics or exact) and dtype in SUMMED_IN and not ordered
+    exact = options.batch_invariant and not dtype.is_floating_point  # whatever their order
+    atomics = options.atomics or exact or like_eager and not options.batch_invariant
+    return cx.on_gpu and atomics and dtype in SUMMED_IN and not ordered
 
 
 def check(cx: LoweringContext) -> torch.dtype:
@@ -134,6 +143,8 @@ def sorted_rows(cx: LoweringContext, x: View, dim: int, index: View, new: View) 
         index = replace(index, shape=(index.shape[d],), strides=(index.strides[d],))
     if len(index.shape) != 1 or index.dtype != torch.int64:
         return None
+    if d == 0 and (out := segment_sums(cx, x, index, new)) is not None:
+        return out
     return extern(cx, torch.ops.aten.index_put.default, (x, [*[None] * d, index], new, True), {}, "added in order")
 
 
@@ -180,6 +191,8 @@ def embedding_dense_backward(
         (index, at), value = row(k), k.load(grad)
         return [at, k.coords[-1]], value if padding < 0 else where(index.ne(padding), value, 0)
 
+    if (out := segment_sums(cx, None, indices, grad, padding)) is not None:
+        return out
     return accumulate(cx, None, grad.shape, term, (indices.shape, lambda k: row(k)[1]))
 
 

@@ -99,7 +99,7 @@ def flex_attention_backward(
         of_keys, of_values = of_scores.mT @ q, p.to(q.dtype).mT @ g
         of_keys, of_values = (x.unflatten(1, (-1, groups)).sum(2) for x in (of_keys, of_values))
         of_keys, of_values = (x if len(k) == len(q) else x.sum(0, keepdim=True) for x in (of_keys, of_values))
-        more = [torch.zeros_like(b) if x is None else x for b, x in zip(of_score, more)]  # where it has no part in it
+        more = [torch.zeros_like(b) if x is None else x.to(b.dtype) for b, x in zip(of_score, more)]  # (None: no part)
         return [of_scores @ keys, of_keys, of_values, *(x for x, w in zip(more, wanted) if w is not None)]
 
     g = grad_out if grad_out is not None else cx.call(aten.zeros_like.default, out)
@@ -107,8 +107,7 @@ def flex_attention_backward(
     def fused() -> Any:
         captured = tuple(score_buffers), tuple(mask_buffers)
         a = template.Attention(cx, query, key, value, block_mask, scale, captured)
-        grads = template.backward(a, out, logsumexp, g, grad_logsumexp, score_mod, joint)
-        return (*grads, tuple(None for _ in wanted))
+        return template.backward(a, out, logsumexp, g, grad_logsumexp, score_mod, joint)
 
     args = (query, key, value, out, logsumexp, g, grad_logsumexp, score_buffers, mask_buffers)
     return _instead(cx, fused, dense, *args)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from reflib.ir.expr import Atom, Expr, IntLike, Ref, Sym, Var, expr, nonneg
-from reflib.ir.flex import RESULTS
+from reflib.ir.flex import INPUTS, RESULTS
 from reflib.ir.loops import Axis, BodyBuilder, Const, Index, Indirect, Load, LoopNest, Op, Stmt, Store, map_stmt
-from reflib.ir.program import View, full_view
+from reflib.ir.program import Extern, View, full_view
 from reflib.ir.transforms import join, needed, select
 
 from .context import LoweringContext
@@ -26,11 +26,13 @@ COORDINATES = "bhmn"
 
 @dataclass
 class Slot:
-    """A slot in the making, for scores of shape ``sizes``. ``captured``: the tensors that it reads, by number."""
+    """A slot in the making, for scores of shape ``sizes``. ``captured``: the tensors that it reads or adds to, by
+    number. ``sums``: those that it adds to."""
 
     cx: LoweringContext
     sizes: tuple[Expr, ...]
     captured: list[str] = field(default_factory=list)
+    sums: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.vars = tuple(Var(n, size) for n, size in zip(COORDINATES, self.sizes))
@@ -69,6 +71,37 @@ class Slot:
         self.parts.append(LoopNest(result, (), tuple(b.body)))
         self.drop |= {out.buffer, *(b.name for b in v.buffers)}
 
+    def add_sum(
+        self, out: View, like: Any, fn: Callable[..., Any], arguments: Sequence[str], more: Sequence[Any]
+    ) -> tuple[list[LoopNest], list[LoopNest]]:
+        """``out``, like the fake tensor ``like``, is the sum of ``fn``, zeros with a term somewhere, over all scores.
+        Returns what runs before (it fills with zeros) and after (it rounds). Raises Refused for what is not so."""
+        v = variant(replace(self.cx, fake=like), "", "sum", fn, (*(self.given[n] for n in arguments), *more), {}, [out])
+        if v.predicate or not all(isinstance(n, LoopNest) for n in v.nodes):
+            called = next((n.target for n in v.nodes if isinstance(n, Extern)), "a choice")
+            raise Refused("unsupported", f"the gradient of a captured tensor calls {called}")
+        nests: tuple[LoopNest, ...] = v.nodes  # type: ignore[assignment]
+        sums = {s.buffer for n in nests for s in n.stores() if s.reduce}
+        inner, later = set(self.drop), set[str]()  # what the slot makes, and what is made of sums
+        before, after = list[LoopNest](), list[LoopNest]()
+        for n in nests:
+            late = not (sums | later).isdisjoint(n.reads())
+            kept = {s.buffer for s in n.stores() if not s.reduce}
+            if not n.axes and not late and sums.isdisjoint(kept):
+                self.parts.append(n)
+                inner |= kept
+            elif inner.isdisjoint(n.reads()):
+                (after if late else before).append(n)
+                later |= {*n.writes()} if late else set()
+            else:
+                raise Refused("unsupported", "the gradient of a captured tensor has loops")
+        if not sums or out.buffer in inner:
+            raise Refused("unsupported", "the gradient of a captured tensor is no sum of terms at places")
+        self.sums += sorted(sums)
+        self.drop |= inner
+        self.cx.low.buffers.update({b.name: b for b in v.buffers if b.name not in inner})
+        return before, after
+
     def finish(self) -> LoopNest:
         """All of it. What is the identity, or always true, is not stored."""
         body = _known_indices(join([(p, {}) for p in self.parts], self.drop))
@@ -82,7 +115,7 @@ class Slot:
             self.cx.low.buffers.pop(b, None)
 
     def _numbered(self, s: Stmt) -> Stmt:
-        if not isinstance(s, Load) or s.buffer in ("score", "grad"):
+        if not isinstance(s, (Load, Store)) or s.buffer in (*INPUTS, *RESULTS):
             return s
         if s.buffer not in self.captured:
             self.captured.append(s.buffer)
@@ -100,9 +133,16 @@ def symbols_of(slot: LoopNest) -> tuple[Sym, ...]:
     return tuple(slot.symbols())
 
 
+def without_sums(slot: LoopNest) -> LoopNest:
+    stores = [i for i, s in enumerate(slot.body) if isinstance(s, Store) and not s.reduce]
+    return replace(slot, body=select(slot.body, needed(slot.body, stores)))
+
+
 def _nothing(body: Sequence[Stmt], s: Store) -> bool:
     """Is what is stored what it would be anyway?"""
     value = body[s.value]
+    if s.reduce:
+        return False
     if s.buffer == "mask":
         return isinstance(value, Const) and bool(value.value)
     return isinstance(value, Load) and value.buffer == ("grad" if s.buffer == "of_score" else "score")

@@ -15,12 +15,13 @@ import torch
 
 from reflib.ir.expr import expr
 from reflib.ir.flex import FlexKernel
+from reflib.ir.loops import LoopNest
 from reflib.ir.program import Choice, Extern, Node, Variant, View
 from reflib.target import Target, device_target, parse_target
 
 from .context import LoweringContext
 from .flex_makers import inputs_from
-from .flex_slot import Slot, symbols_of
+from .flex_slot import Slot, symbols_of, without_sums
 from .flex_tilings import LARGEST_HEAD, LEAST_BLOCK, tilings
 from .matmul import float32_precision
 from .subgraph import Refused, put_instead
@@ -49,8 +50,6 @@ class Attention:
         low, views = self.cx.low, (self.q, self.k, self.v)
         if not self.cx.on_gpu:
             raise Refused("unsupported", "there is no fused kernel for a CPU")
-        if low.options.batch_invariant:
-            raise Refused("unsupported", "batch_invariant: other kernels run where lengths are no whole blocks")
         target = target_of(self.cx)
         if target is not None and target.kind == "cuda" and target.capability < 80:
             raise Refused("unsupported", f"{target.arch} has no tensor cores that Triton uses")
@@ -101,16 +100,17 @@ class Attention:
         precision = float32_precision() if self.q.dtype == torch.float32 else "ieee"
         for kind, written in kinds.items():
             sizes, lists = self.blocks(by_key=kind == "dkv")
+            slot, sums = (loops, self.slot.sums) if kind == "dq" else (without_sums(loops), [])
             kernel = FlexKernel(
-                kind, loops, self.q.dtype, float(self.scale), self.groups, sizes, precision,
-                tuple(v.strides for v in views), exact,
+                kind, slot, self.q.dtype, float(self.scale), self.groups, sizes, precision,
+                tuple(v.strides for v in views), exact, self.cx.low.options.batch_invariant,
             )  # fmt: skip
             arguments = {"q": self.q, "k": self.k, "v": self.v, **given, **written, **lists}
             more = {"captured": views, "sizes": tuple(map(expr, symbols_of(loops)))}
-            self._launch(kernel, arguments | more, tuple(v.buffer for v in written.values()))
+            self._launch(kernel, arguments | more, (*(v.buffer for v in written.values()), *sums), not sums)
 
-    def _launch(self, kernel: FlexKernel, arguments: dict[str, Any], written: tuple[str, ...]) -> None:
-        """The launch; a choice of several where something is measured."""
+    def _launch(self, kernel: FlexKernel, arguments: dict[str, Any], written: tuple[str, ...], again: bool) -> None:
+        """The launch; a choice of several where something is measured, if it may be launched ``again`` (no sums)."""
         low, name = self.cx.low, self.cx.low.next_node()
 
         def extern(k: FlexKernel) -> Node:
@@ -118,7 +118,8 @@ class Attention:
             return Extern(name, k, (), args, (), written, origins=(replace(self.cx.origin, op=kernel.__name__),))
 
         target = target_of(self.cx)
-        if low.options.autotune == "off" or not low.choices or target is None:
+        fixed = kernel.one_order or not again
+        if low.options.autotune == "off" or not low.choices or target is None or fixed:
             low.nodes.append(extern(kernel))
             return
         sizes = self.depth.constant or 0, self.width.constant or 0
@@ -142,15 +143,14 @@ def forward(attention: Attention, score_mod: Any) -> Any:
 
 def backward(
     attention: Attention, out: View, lse: View, grad: View, grad_lse: View | None, score_mod: Any, joint: Any
-) -> list[Any]:
-    """Gradients of query, key and value."""
+) -> tuple[Any, ...]:
+    """Gradients of query, key and value, and those of captured tensors, where they are used."""
     a, cx = attention, attention.cx
     if a.k.shape[0] != a.batch:
         raise Refused("unsupported", "gradients of keys that all batches share")
-    if 3 in used(cx):
-        raise Refused("unsupported", "gradients of captured tensors")
     _functions(a, score_mod)
     given = "score", *"bhmn", "grad"
+    of_captured, rounded = _of_captured(a, joint, given)
     a.slot.add("of_score", lambda *x: joint(*x)[0].float(), given, a.of_score)  # (autograd may have rounded it)
     lse, do = cx.readable(lse), cx.readable(grad)
 
@@ -164,7 +164,34 @@ def backward(
     views = [cx.out(i) for i in range(3)]
     kinds = {"dq": {"dq": views[0]}, "dkv": {"dk": views[1], "dv": views[2]}}
     a.kernels(kinds, {"do": do, "lse": lse, "delta": delta}, a.q.dtype == torch.float32)
-    return views
+    cx.low.nodes += rounded
+    return *views, of_captured
+
+
+def _of_captured(a: Attention, joint: Any, given: Sequence[str]) -> tuple[tuple[View | None, ...], list[LoopNest]]:
+    """Gradients of captured tensors, which the slot adds to, and what rounds them at the end."""
+    cx, views, rounded = a.cx, list[View | None](), list[LoopNest]()
+    wanted = cx.fake[3] if 3 in used(cx) else [None] * len(cx.fake[3])
+    for i, like in enumerate(wanted):
+        if like is None:
+            views.append(None)
+            continue
+
+        def terms(*x: Any, i: int = i) -> Any:
+            found, table = joint(*x)[5 + i], x[len(given) + i]
+            if found is None:
+                return torch.zeros_like(table)
+            if not table.dim():
+                at = torch.zeros((), dtype=torch.int64, device=table.device)
+                found = torch.ops.flex_lib.zeros_and_scatter([1], [at], found).reshape(())
+            return found.to(table.dtype, copy=True)
+
+        out = cx.out(3 + sum(x is not None for x in cx.fake[3][:i]))
+        before, after = a.slot.add_sum(out, like, terms, given, a.of_score)
+        views.append(out)
+        cx.low.nodes += before
+        rounded += after
+    return tuple(views), rounded
 
 
 def _functions(a: Attention, score_mod: Any) -> None:

@@ -14,6 +14,7 @@ from reflib.target import Target
 
 LARGEST_HEAD = 256
 LEAST_BLOCK = 16  # queries or keys: what tensor cores take
+ONE_ORDER = 64  # of those that are walked along, at most, where their sums have one order
 
 Row = tuple[int, int, int, int]  # m, n, warps, stages
 # By kind and the larger head size: the first is the default.
@@ -83,12 +84,27 @@ def _listed(kernel: FlexKernel, heads: tuple[int, int], target: Target) -> Itera
     table = HOPPER if _from_shared(target) else AMPERE
     if kernel.dtype == torch.float32:
         table = FULL
-    for m, n, warps, stages in table[kernel.kind, 64 if largest <= 64 else 128 if largest <= 128 else 256]:
+    listed = table[kernel.kind, 64 if largest <= 64 else 128 if largest <= 128 else 256]
+    if kernel.one_order:
+        yield _in_one_order(kernel, listed, target)
+        return
+    for m, n, warps, stages in listed:
         m, n = (_covering(most, a.size) for most, a in zip((m, n), kernel.slot.axes[2:]))
         block_q, block_k = kernel.blocks
         if block_q:  # a block of the mask is whole blocks of scores
             m, n = _dividing(m, block_q), _dividing(n, block_k)
         yield FlexTiling(m, n, warps, stages if target.kind == "cuda" else 1)
+
+
+def _in_one_order(kernel: FlexKernel, listed: Sequence[Row], target: Target) -> FlexTiling:
+    """What is walked along is added up block by block: its block follows from the table alone. The other side's may be
+    half of 128 where that covers a known length: a warp group of Hopper's has 64 rows either way."""
+    walked, kept = (0, 1) if kernel.kind == "dkv" else (1, 0)
+    row = next(r for r in listed if r[walked] <= ONE_ORDER)
+    length = kernel.slot.axes[2 + kept].size.constant
+    if row[kept] == 128 and kernel.dtype != torch.float32 and _from_shared(target) and 0 < (length or 0) <= 64:
+        return FlexTiling(*((64, row[1]) if kept == 0 else (row[0], 64)), 4, row[3])
+    return FlexTiling(*row[:3], row[3] if target.kind == "cuda" else 1)
 
 
 def _covering(most: int, size: Expr) -> int:

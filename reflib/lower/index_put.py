@@ -13,6 +13,7 @@ from .body import NestBuilder, Value, nest, where
 from .context import LoweringContext
 from .rules import rule
 from .scatter import scatter
+from .segment_sums import segment_sums
 
 
 @rule("index_put.default", "_unsafe_index_put.default")
@@ -20,6 +21,10 @@ def index_put(
     cx: LoweringContext, x: View, indices: Sequence[View | None], values: View, accumulate: bool = False
 ) -> View:
     if accumulate:
+        alone = indices[0] if len([i for i in indices if i is not None]) == 1 else None
+        shaped = alone is not None and list(values.shape) == [*alone.shape, *x.shape[1:]]
+        if shaped and alone is not None and (out := segment_sums(cx, x, alone, values)) is not None:
+            return out
         return put(cx, x, indices, values, add)
     return _masked(cx, x, indices, values) or put(cx, x, indices, values, scatter)
 

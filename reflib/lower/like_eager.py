@@ -17,7 +17,8 @@ computed by operations that have one right answer, in the same order and rounded
   numbers below 2^-126 for 0.
 
 So views, pointwise chains, selections, gathers and copies fuse as ever; norms, softmax and reductions are eager's own
-kernels. Ops that differ from run to run in eager do so here. In the last bits, so does what ``torch.compile``'s own
+kernels. Ops that differ from run to run in eager do so here: rows that eager adds atomically in a GPU's memory, in the
+tensor's dtype, are added so in float32. In the last bits, so does what ``torch.compile``'s own
 capture takes apart before this compiler sees it (``addcdiv`` with a value, interpolation, recurrent layers), and batch
 norms with half statistics; and a product of a transposed tensor after some updates in place (``index_copy_``), whose
 functional form in the captured graph has other strides. Which zero the maximum of two zeros is, is not said either.
@@ -34,6 +35,7 @@ from torch._decomp.decompositions import _get_batch_norm_reserve_tensor
 
 from ..ir.loops import Const, Index, Load, LoopNest, Op, Reduce, Scan, Stmt, Store, stmt_args
 from ..ir.program import Node
+from .accumulate import UNORDERED, possible
 from .context import LoweringContext
 from .cuda_formulas import ROUNDED_FIRST, formula_of
 from .numbers import HALF
@@ -108,7 +110,7 @@ def _checked(usual: Callable[..., Any], target: Any, cx: LoweringContext, *args:
 
 def check(cx: LoweringContext, target: Any, nodes: Sequence[Node]) -> None:
     """Raises Unsupported unless ``nodes``, which a rule made of one op, compute eager's bits."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, torch._ops.OpOverload) or target in UNORDERED and possible(cx, cx.dtype):
         return
     rounds = ROUNDS | CUDA if cx.on_gpu else ROUNDS
     for node in nodes:

@@ -68,20 +68,25 @@ def _product(cx: LoweringContext, target: Any, a: View, b: View, args: tuple[Vie
     padded = padding.padded_sizes(cx, a, b, args[0] if len(args) == 3 else None) if tensor_cores else None
     if padded is not None and low.options.autotune == "off":
         tiling = padding.in_place(cx, a, b, padded) if templates_can_read(cx, args, kwargs) else None
-        if tiling is None:
-            made = in_strips(cx, a, b, padded) if len(args) == 2 and not scale else None
-            return padding.padded_product(cx, target, args, scale, padded) if made is None else made
-        out = cx.out()
-        t = template(cx, low.next_node(), a, b, out, args[0] if len(args) == 3 else None, **kwargs)
-        low.nodes.append(replace(t, tiling=tiling))
-        return out
-    value = extern(cx, target, args, scale, _PLAIN)
+        if tiling is not None:
+            out = cx.out()
+            t = template(cx, low.next_node(), a, b, out, args[0] if len(args) == 3 else None, **kwargs)
+            low.nodes.append(replace(t, tiling=tiling))
+            return out
+        made = in_strips(cx, a, b, padded) if len(args) == 2 and not scale else None
+        value = padding.padded_product(cx, target, args, scale, padded) if made is None else made
+        if made is not None or cx.shape[-2:] != padded[:2]:
+            return value
+        args = low.nodes[-1].args  # type: ignore[union-attr]
+    else:
+        value = extern(cx, target, args, scale, _PLAIN)
     default = low.nodes.pop()
     assert isinstance(default, Extern)
     others: list[Variant] = []
     if gpu and templates_can_read(cx, args, kwargs):
         bias = args[0] if len(args) == 3 else None
-        t = template(cx, default.name, a, b, value, bias, kwargs.get("alpha", 1), kwargs.get("beta", 1))
+        scales = kwargs.get("alpha", 1), kwargs.get("beta", 1)
+        t = template(cx, default.name, args[-2], args[-1], value, bias, *scales)
         others.append(Variant("triton", (t,)))
     failed: tuple[tuple[str, str, str], ...] = ()
     if low.options.autotune != "off":
@@ -121,6 +126,9 @@ def _in_one_order(cx: LoweringContext, a: View, b: View, args: tuple[View, ...],
     (a, b), bias = args[-2:], args[0] if len(args) == 3 else None
     scale = kwargs.get("alpha", 1), kwargs.get("beta", 1)
     count = parts(a.shape[1].constant) if cx.on_gpu and len(a.shape) == 2 else 1
+    cores = cx.on_gpu and cx.dtype in HALVES
+    if count == 1 and cores and (sizes := padding.padded_sizes(cx, a, b, None)) is not None:
+        a, b = padding.padded_operands(cx, a, b, sizes)  # (a block has zeros after the depth anyway)
     if count == 1:
         name, out = cx.low.next_node(), cx.out()
         t = template(cx, name, a, b, out, bias, *scale)
@@ -137,7 +145,7 @@ def _in_one_order(cx: LoweringContext, a: View, b: View, args: tuple[View, ...],
 
 def _narrowest(node: Any) -> torch.dtype:
     """The dtype that a float32 tensor of the graph was cast from, if it was only moved since then; else its own."""
-    while node.target in _MOVED or node.target is aten._to_copy.default:
+    while node.target in MOVED or node.target is aten._to_copy.default:
         before = node.args[0]
         if before.meta["val"].dtype != node.meta["val"].dtype:
             return before.meta["val"].dtype
@@ -145,7 +153,7 @@ def _narrowest(node: Any) -> torch.dtype:
     return node.meta["val"].dtype
 
 
-_MOVED = {
+MOVED = {
     aten.view.default, aten.permute.default, aten.transpose.int, aten.expand.default, aten.clone.default,
     aten.t.default, aten.unsqueeze.default, aten.squeeze.dim, aten.reshape.default, aten._unsafe_view.default,
     aten.select.int, aten.slice.Tensor,

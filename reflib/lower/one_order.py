@@ -7,11 +7,13 @@ in another order than kernels for few:
   so do our tilings, decompose-K and padding, which are ranked or measured. Here: kernels of our own, from tilings that
   add in one order (``autotune.matmul.same_tiling``), K cut by K alone (``depth_in_parts``); on a CPU
   ``cpp_product.h``.
-* **Attention**: flash attention splits the keys among idle multiprocessors; on a CPU, packing depends on size. Here:
-  two products and a softmax, scores in float32 (``capture.attention_apart``).
+* **Attention**: flash attention splits the keys among idle multiprocessors; on a CPU, packing depends on size. Here,
+  on a GPU: the kernels of ``flex_attention``, which walk along all keys in blocks that follow from the heads' size;
+  else two products and a softmax, scores in float32 (``capture.attention_apart``).
 * **Sums along rows**: Triton's order follows from warps, rows per program, layout and alignment; in C++ it is what the
   compiler makes of a loop. Here: added in pairs, which Triton cannot reorder (``triton_one_order``), lanes of a length
-  that no size decides (``schedule.one_order``); in C++ sixteen lanes, written out (``sum_in_order``).
+  that no size decides (``schedule.one_order``), a few elements in the same pairs where they are written out
+  (``unroll``); in C++ sixteen lanes, written out (``sum_in_order``).
 * **Long rows** are cut into pieces for idle multiprocessors or threads, for a softmax in one pass (``split``,
   ``split_online``). Here: by the row's length alone (``fuse.one_order``), and not online.
 * **Sums along columns** in the kernel that reduces rows (``mix_order``): here in a kernel of their own.
@@ -38,7 +40,7 @@ elements): there, static lengths and dynamic ones differ; numbers of rows do not
 
 Sums over the batch itself (gradients of weights, batch norm in training, the mean of a loss) have no such meaning. They
 are the same from run to run: floats are not added by atomic additions (``atomics=False``; rows that an index names are
-sorted by it, ``accumulate.sorted_rows``), and partial sums have an order.
+added in its order, ``segment_sums``), and partial sums have an order.
 What remains a call of PyTorch's is so too where ``torch.use_deterministic_algorithms`` makes it so.
 
 Convolutions, FFTs, sums inside of custom ops, scans on a GPU and other calls that may choose by size cannot be made
@@ -60,9 +62,11 @@ from typing import Any
 
 import torch
 
+from ..ir.flex import FlexKernel
 from ..ir.loops import LoopNest, Scan, Store
 from ..ir.program import Extern, Node
 from .context import LoweringContext
+from .segment_sums import SOURCE
 
 # Calls of ATen that move, select, count, or compute each element by itself (by prefix of their names).
 MOVES = (
@@ -104,7 +108,8 @@ def _why(cx: LoweringContext, n: Node) -> str:
         if any(isinstance(s, Store) and s.reduce for s in n.body) and _floats(cx, n.writes()):
             return "its additions have no order"
         return ""
-    if not isinstance(n, Extern) or not _floats(cx, (o for o in n.outputs if isinstance(o, str))):
+    own = isinstance(n, Extern) and (isinstance(n.target, FlexKernel) or getattr(n.target, "source", "") == SOURCE)
+    if not isinstance(n, Extern) or own or not _floats(cx, (o for o in n.outputs if isinstance(o, str))):
         return ""
     name = str(n.target).removeprefix("aten.")
     ours = isinstance(n.target, torch._ops.OpOverload) and n.target.namespace in ("aten", "prims")

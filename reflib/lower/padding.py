@@ -188,6 +188,14 @@ def padded_product(
     return result if result.strides == contiguous_strides(cx.shape) else nest(cx, lambda k: k.load(result))
 
 
+def padded_operands(cx: LoweringContext, a: View, b: View, sizes: Sizes) -> tuple[View, View]:
+    """``a`` and ``b`` with zeros after their depth, in rows of 16 bytes, of the rows and columns that they had."""
+    m, n, k = sizes
+    left, right = _padded(cx, a, (m, k)), _padded(cx, b, (k, n))
+    left = replace(left, shape=(*left.shape[:-2], a.shape[-2], left.shape[-1]))
+    return left, replace(right, shape=(*right.shape[:-1], b.shape[-1]))
+
+
 def _only_long(b: View, n: int, k: int, total: torch.dtype | None = None) -> bool:
     """Would ``b`` be copied for a few rows more, which are few beside its own, and what they add fits in ``total``?"""
     rows = _int(b.shape[-2])

@@ -10,13 +10,15 @@ Lengths that are not known, and sequences with a ``sorter``, are left to ATen.
 NB: TorchInductor's ``ops.bucketize`` is a function of its Triton library, with a loop in it.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from reflib.ir.expr import IntLike
 from reflib.ir.program import View
 
-from .body import NestBuilder, check_dtype, where
+from .body import NestBuilder, Value, check_dtype, where
 from .context import LoweringContext
 from .pointwise import promote
 from .rules import Unsupported, rule
@@ -34,21 +36,28 @@ def searchsorted(
     k = NestBuilder(cx, cx.shape)
     value = (k.load(x) if isinstance(x, View) else k.value(x, dtype)).to(dtype)
     row = k.coords[:-1] if len(sequence.shape) > 1 else []
+    out = cx.out()
+    k.store(out, place_in(k, sequence, row, value, n, right or side == "right"))
+    k.finish()
+    return out
 
+
+def place_in(
+    k: NestBuilder, sequence: View, row: Sequence[IntLike], value: Value, n: int, right: bool = False
+) -> Value:
+    """How many of the n elements of ``sequence`` at ``row`` are below ``value``, or (``right``) not above it."""
+    dtype = value.dtype
     start, end = k.value(0, torch.int32), k.value(n, torch.int32)
     least, most = n, n  # elements that are left
     while most:
         middle = (start + end).op("shr", 1)
         place = k.b.indirect((middle if least else middle.minimum(n - 1)).id, n, checked=False, wraps=False)
         element = k.load(sequence, [*row, place]).to(dtype)
-        stop = element > value if right or side == "right" else element >= value
+        stop = element > value if right else element >= value
         stop = stop if least else stop | (start >= end)
         start, end = where(stop, start, middle + 1), where(stop, middle, end)
         least, most = max(0, least - 1) // 2, most // 2
-    out = cx.out()
-    k.store(out, start.minimum(n))  # (which it is; what reads a table there has no need to check that)
-    k.finish()
-    return out
+    return start.minimum(n)  # (which it is; what reads a table there has no need to check that)
 
 
 rule("bucketize")(

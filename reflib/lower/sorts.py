@@ -14,7 +14,7 @@ fuse with what is around::
 * Where only the values are wanted there is no position: a key of 32 bits for a float32, half of the instructions
   of one of 64. (Then -0.0 comes before 0.0, whatever their order was; not for ``numerics="eager"``.)
 * bfloat16 and float16 have 16 and 19 bits as float32 values, and share 32 with a position. A float64 or int64 with its
-  position has more than 64: that stays a call.
+  position has more than 64: that stays a call, unless they are known to be positions themselves.
 
 Bits are not sorted: a scan counts those that come first, and so tells each element's place. Rows may be of any length.
 
@@ -39,8 +39,10 @@ bits of a float that sort as integers).
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -51,6 +53,7 @@ from .body import NestBuilder, Value, check_dtype, nest, where
 from .context import LoweringContext
 from .extern import used_results
 from .indexing import axis
+from .matmul import MOVED
 from .rules import Unsupported, rule
 from .scans import check_rows, scan
 
@@ -153,11 +156,25 @@ def _length(cx: LoweringContext, x: View, dim: int, longest: int) -> int:
 
 def _key(cx: LoweringContext, x: View, n: int, descending: bool, unique: bool = False) -> Key:
     """What of values and positions the graph uses. ``unique``: no two of a row may be equal."""
-    used = used_results(cx, list(cx.fake))
+    used, dtype = used_results(cx, list(cx.fake)), _positions(cx.node.args[0]) or x.dtype
     if 1 not in used and not unique and cx.low.options.numerics != "eager":
-        return Key(x.dtype, descending)
+        return Key(dtype, descending)
     signs = 0 in used and x.dtype.is_floating_point
-    return Key(x.dtype, descending, max(1, (n - 1).bit_length()), int(signs))
+    return Key(dtype, descending, max(1, (n - 1).bit_length()), int(signs))
+
+
+def _positions(node: Any) -> torch.dtype | None:
+    """What holds the elements of ``node``, if these are positions in a row that a topk or a sort has found: of 64 bits
+    they have few. (The best tokens in their order: topk, and then a sort of where they are.)"""
+    while node.target in MOVED:
+        node = node.args[0]
+    if node.target is not operator.getitem or node.args[1] != 1 or node.args[0].target not in _FOUND:
+        return None
+    most = max(node.args[0].args[0].meta["val"].shape, default=1)
+    return torch.int16 if isinstance(most, int) and most < 2**15 else None
+
+
+_FOUND = (torch.ops.aten.topk.default, torch.ops.aten.sort.default, torch.ops.aten.sort.stable)
 
 
 def _choose(cx: LoweringContext, x: View, dim: int, key: Key, outs: list[View], choices: list[Choice]) -> list[View]:

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from random import Random
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -92,21 +93,12 @@ def in_order(program: Program, mine: Owned) -> Program:
     """``program`` in the best order. Of the gradients that a backward is given the caller may keep references, and then
     they are not free once they are read: of the two best orders, that which needs less in both cases together. What
     follows the step that forms the peak is ordered by itself, too: of a result, too, a reference may be kept."""
-    n, given = len(program.nodes), [b for b in mine if b.startswith("tangents_")]
+    given = [b for b in mine if b.startswith("tangents_")]
     first = Lifetimes(program, mine)
     ways = [first, first.keeping(given)] if given else [first]
     best, m = min(((_best(w).sequence, w) for w in ways), key=lambda order: sum(w.peak(order[0]) for w in ways))
-    if m is not first:
-        mine = {b: own for b, own in mine.items() if b not in given}
     out, at = _in(program, best), m.highest(best)[1] + 1
-    if at >= n - 1:
-        return out
-    rest = replace(out, nodes=out.nodes[at:])
-    made = {b for node in out.nodes[:at] for b in (*node.writes(), *_aliases(node)) if out.buffers[b].kind == "temp"}
-    there = {b: Own(b, out.buffers[b].nbytes.hint()) for b in made} | dict(mine)
-    used = {b for node in rest.nodes for b in (*node.reads(), *node.writes())} | out.output_buffers()
-    found = search(rest, {b: own for b, own in there.items() if b in used}).sequence
-    return _in(out, (*range(at), *(at + i for i in found)))
+    return _in(out, (*range(at), *(at + i for i in _best(m.rest(best, at)).sequence)))
 
 
 def _in(program: Program, sequence: Sequence[int]) -> Program:
@@ -146,13 +138,13 @@ def search(program: Program, owned: Owned = MappingProxyType({})) -> Order:
 def _best(m: "Lifetimes") -> Order:
     given = tuple(range(m.n))
     before = peak = m.peak(given)
-    orders, whole = [(peak, given)], False  # each needs less than the one before it
-    if peak > m.least:
-        for other in (m.late(), m.hills(True), m.hills()):
-            if (now := m.peak(other)) < peak:
+    least, orders, whole = m.least, [(peak, given)], False  # each needs less than the one before it
+    if peak > least:
+        for make in (m.late, lambda: m.hills(True), m.hills):
+            if peak > least and (now := m.peak(other := make())) < peak:
                 orders.append((peak := now, other))
         looks = _LOOKS[0] + _LOOKS[1] * len(given)
-        while peak > m.least and not whole:
+        while peak > least and not whole:
             found, looks = m.below(peak, looks)
             whole = found is None and looks > 0
             if found is None:
@@ -160,7 +152,7 @@ def _best(m: "Lifetimes") -> Order:
             orders.append((peak := m.peak(found), found))
     worth = (o for o in reversed(orders) if before - o[0] > WORTH * before)
     best = next((o for o in worth if m.far(o[1]) - m.far(given) <= before - o[0]), orders[0])
-    return Order(best[1], best[0], before, m.least, whole and best is orders[-1])
+    return Order(best[1], best[0], before, least, whole and best is orders[-1])
 
 
 class Lifetimes:
@@ -168,7 +160,7 @@ class Lifetimes:
     node i than before it, if it ran now."""
 
     def __init__(self, program: Program, owned: Owned):
-        self.program, self.pinned = program, escaping(program)
+        self.program, self.nodes, self.pinned = program, program.nodes, escaping(program)
         self.free = {b.name for b in program.buffers.values() if b.kind == "temp"}
         self.free |= {b for b, own in owned.items() if own.given}
         self.random = Random(0)
@@ -178,34 +170,19 @@ class Lifetimes:
         first = {storage[name]: program.buffers[name] for name in reversed(storage)}  # views of one storage count once
         kept = list(reversed(first.values()))
         place = {key: k for k, key in enumerate(reversed(first))}
-        number = {name: place[key] for name, key in storage.items()}
-        self.number = number
+        self.number = number = {name: place[key] for name, key in storage.items()}
         self.size = [owned[b.name].bytes if b.name in owned else b.nbytes.hint() for b in kept]
         reads, writes = [n.reads() for n in program.nodes], [n.writes() for n in program.nodes]
         touched = ((*r, *w, *_aliases(n)) for r, w, n in zip(reads, writes, program.nodes))
         self.touch = [list(dict.fromkeys(number[b] for b in t if b in number)) for t in touched]
         self.work = [_workspace(n, program) for n in program.nodes]
-        self.moved = []  # bytes of each in ``touch``
-        for n, mine in zip(program.nodes, self.touch):
-            part = _parts(n, program)
-            self.moved.append([min(self.size[b], part.get(kept[b].name, self.size[b])) for b in mine])
-        users: list[list[int]] = [[] for _ in kept]
-        for i, mine in enumerate(self.touch):
-            for b in mine:
-                users[b].append(i)
-        inside = {b for b, u in enumerate(users) if not u}  # of a node alone, or unused
-        outputs = program.output_buffers()
-        for b in {number[o] for o in outputs if o in number}:
-            users[b].append(self.n)  # a node that never runs
-        self.count = [len(u) for u in users]
-        self.left = [sum(u) for u in users]  # of one user that is left, its number
+        self.names = [b.name for b in kept]
+        self.outputs = {number[o] for o in program.output_buffers() if o in number}
         self.born = [0] * (self.n + 1)
-        self.start = 0
-        for b, u in enumerate(users):
-            if kept[b].name in owned:
-                self.start += self.size[b] if b not in inside else 0
-            elif b not in inside:
-                self.born[u[0]] += self.size[b]
+        used = {b: i for i in reversed(range(self.n)) for b in self.touch[i]}  # by which node first
+        self.start = sum(self.size[b] for b in used if kept[b].name in owned)
+        for b, at in used.items():
+            self.born[at] += 0 if kept[b].name in owned else self.size[b]
         self.storage = [(b.device, b.dtype, b.extent) for b in kept]
         self.over = [self._over(n, number, r, w) for n, r, w in zip(program.nodes, reads, writes)]
         self.before = _before(program)
@@ -213,11 +190,7 @@ class Lifetimes:
         for i, earlier in enumerate(self.before):
             for j in earlier:
                 self.after[j].append(i)
-        alone = [sum(self.size[b] for b in t) + w for t, w in zip(self.touch, self.work)]
-        less = [sum(self.size[a] for a in over) for over in self.over]
-        self.least = max([self.start, *(a - o for a, o in zip(alone, less))], default=0)
-        self.least = max(self.least, sum(self.size[number[o]] for o in outputs if o in number))
-        self.reset()
+        self.begin([b in self.outputs for b in range(len(kept))])
 
     def _over(self, node: Node, number: dict[str, int], reads: list[str], writes: list[str]) -> list[int]:
         """Buffers whose storage ``node`` takes over if it is the last to read them."""
@@ -233,15 +206,56 @@ class Lifetimes:
                     break
         return [number[a] for a in taken]
 
+    @property
+    def least(self) -> int:
+        """Bytes that no order can have less than."""
+        size = self.size.__getitem__
+        alone = (sum(map(size, t)) + w - sum(map(size, o)) for t, w, o in zip(self.touch, self.work, self.over))
+        return max(self.start, sum(map(size, self.outputs)), *alone)
+
+    @cached_property
+    def moved(self) -> list[list[int]]:
+        """Bytes of each in ``touch``."""
+        pairs = ((mine, _parts(n, self.program)) for mine, n in zip(self.touch, self.nodes))
+        return [[min(self.size[b], part.get(self.names[b], self.size[b])) for b in mine] for mine, part in pairs]
+
+    def rest(self, sequence: Sequence[int], at: int) -> "Lifetimes":
+        """What is left of ``sequence`` when ``at`` nodes have run, numbered as they follow one another."""
+        self.reset()
+        for i in sequence[:at]:
+            self.run(i)
+        other, todo = copy(self), sequence[at:]
+        place = {i: k for k, i in enumerate(todo)}
+        vars(other).pop("moved", None)
+        other.n, other.start = len(todo), self.bytes
+        other.nodes = tuple(self.nodes[i] for i in todo)
+        other.touch, other.over = ([xs[i] for i in todo] for xs in (self.touch, self.over))
+        other.work = [self.work[i] for i in todo]
+        other.born = [*(self.born[i] for i in todo), 0]
+        for name in ("before", "after"):
+            setattr(other, name, [[place[j] for j in getattr(self, name)[i] if j in place] for i in todo])
+        never = list(self.users)
+        for b in (b for mine in other.touch for b in mine):
+            never[b] -= 1
+        other.begin(never)
+        return other
+
     def keeping(self, names: Sequence[str]) -> "Lifetimes":
         """The same, but ``names`` are never free."""
         other = copy(self)
-        other.count, other.left = list(self.count), list(self.left)
-        for b in {self.number[name] for name in names if name in self.number}:
-            other.count[b] += 1
-            other.left[b] += self.n  # a node that never runs
-        other.reset()
+        more = {self.number[name] for name in names if name in self.number}
+        other.begin([c + (b in more) for b, c in enumerate(self.never)])
         return other
+
+    def begin(self, never: Sequence[int]) -> None:
+        """Nothing has run yet. ``never``: of each buffer, users that never run."""
+        self.never, self.count = never, list(never)
+        self.left = [c * self.n for c in never]  # of one user that is left, its number
+        for i, mine in enumerate(self.touch):
+            for b in mine:
+                self.count[b] += 1
+                self.left[b] += i
+        self.reset()
 
     def reset(self) -> None:
         self.users, self.last = list(self.count), list(self.left)

@@ -57,8 +57,7 @@ class _Planner:
         dying: dict[int, list[str]] = defaultdict(list)
         for b, i in self.last.items():
             dying[i].append(b)
-        for b in dying[-1]:  # inputs that nothing reads
-            self.steps.append(Free(b))
+        self.steps += map(Free, dying[-1])  # inputs that nothing reads
         for i, node in enumerate(self.program.nodes):
             self._allocate(i, node)
             self._execute(node)
@@ -146,8 +145,8 @@ def steps_of(node: Node) -> tuple[Step, ...]:
 
 def _variant_steps(node: Variants, nodes: tuple[Node, ...]) -> tuple[Step, ...]:
     """A variant allocates what its nodes make, and frees what is used nowhere else."""
-    inside = node.inside()
-    last = {b: i for i, n in enumerate(nodes) for b in (*n.reads(), *n.writes()) if b in inside}
+    inside = () if node.of_kernels else node.inside()
+    last = {b: i for i, n in enumerate(nodes) for b in (*n.reads(), *n.writes()) if b in inside} if inside else {}
     steps: list[Step] = []
     have: set[str] = set()
     for i, n in enumerate(nodes):
@@ -184,11 +183,8 @@ def last_uses(program: Program) -> dict[str, int]:
 def escaping(program: Program) -> set[str]:
     """Buffers whose storage may be visible after their last use: passed to, or returned by, a call whose results may
     alias its arguments."""
-    out: set[str] = set()
-    for node in walk(program.nodes):
-        if isinstance(node, Extern) and may_alias(node.target, node.outputs):
-            out |= {*node.reads(), *node.writes()}
-    return out
+    calls = (n for n in walk(program.nodes) if isinstance(n, Extern) and may_alias(n.target, n.outputs))
+    return {b for n in calls for b in (*n.reads(), *n.writes())}
 
 
 def may_alias(target: object, outputs: tuple[object, ...] = ()) -> bool:

@@ -14,17 +14,12 @@ first, and of the orders and tiles that is taken whose points touch the fewest s
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 
 from ..ir.expr import Atom, BinOp, Expr, IntLike, Var, product
 from ..ir.loops import Axis, Load, LoopNest, Reduce, Stmt, Store
 from ..ir.program import Buffer
-from ..ir.traffic import Access, accesses, cheapest_last, cost, cost_of_order
+from ..ir.traffic import accesses, cheapest_last, tile_sides
 from ..ir.transforms import drop_unit_axes, merge_axes, substitute, unflattened
-
-TILE = 64  # points of a side
-MIN_TILE = 8  # a shorter side costs less read out of order than tiled
-WORTH = 0.8  # of the sectors: what is left must pay for going through shared memory
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,7 @@ def layout(loops: LoopNest, buffers: Mapping[str, Buffer], tile: bool = True) ->
     parallel.sort(key=lambda a: not any(i.has(a.var) for i in sums))
     if reduced or any(isinstance(s, Reduce) for s in loops.body):
         return _linear(loops, "reduction", x=parallel, r=reduced)
-    sides = _tile_sides(loops, parallel, moved) if tile else None
+    sides = tile_sides(loops, parallel, moved) if tile else None
     if sides is None:
         return _linear(loops, "1d", x=parallel)
     x, y = sides
@@ -86,25 +81,6 @@ def _one_empty_axis(loops: LoopNest) -> LoopNest:
             axes = tuple(a for a in loops.axes if a.var not in gone)
             loops = replace(loops, axes=axes, body=substitute(loops.body, gone))
     return loops
-
-
-def _tile_sides(loops: LoopNest, order: Sequence[Axis], moved: Sequence[Access]) -> tuple[Axis, Axis] | None:
-    """(x, y) when accesses, each with both, are contiguous in two different axes, both long enough, and a tile of these
-    touches clearly fewer sectors than ``order``; else None."""
-    sides = {a: [m.index for m in moved if _rows_along(a, m.index)] for a in loops.axes if a.size.hint() >= MIN_TILE}
-    pairs = [p for p in combinations(sides, 2) if all(any(i.has(b.var) for i in sides[a]) for a, b in (p, p[::-1]))]
-    tiles = {pair: cost(moved, {a.var: min(TILE, a.size.hint()) for a in pair}) for pair in pairs}
-    best = min(tiles, key=lambda pair: tiles[pair], default=None)
-    if best is None or tiles[best] > WORTH * cost_of_order(moved, order):
-        return None
-    # x is the side that the first store is contiguous in
-    first = next((s.index for s in loops.stores() if any(_rows_along(a, s.index) for a in best)), None)
-    return best if first is None or _rows_along(best[0], first) else (best[1], best[0])
-
-
-def _rows_along(a: Axis, index: Expr) -> bool:
-    """Is ``index``, of two axes or more, contiguous in ``a``?"""
-    return index.coefficient(a.var) == 1 and len(index.variables()) > 1
 
 
 # -- linear variables -------------------------------------------------------------------------------

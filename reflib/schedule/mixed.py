@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ..errors import GenerateError
 from ..fuse.mix_order import HELD, REGISTERS, THREADS, block, column_sums, per_element, programs, rows_held
-from ..ir.expr import Var, expr, product
+from ..ir.expr import Var, expr
 from ..ir.program import Assume, Buffer, Config
 from ..ir.transforms import substitute
 from ..options import Options

@@ -21,8 +21,10 @@
 * **Rows of some tensors that are columns of others** (``(x + y.mT).sum(1)``): a loop over squares, which Triton reads
   each along its own contiguous side, where that leaves much fewer sectors, all being read once per pass.
 * **Rows whose neighbours are some elements apart**, in either direction (every second pixel of an image, normalized
-  over channels): Triton has lanes go along a block's inner dimension then. That is rows, if these share sectors
-  (patches of 2 x 2 pixels as rows of 384: 32 lines per request before, 4 now, and 624 instructions for 880).
+  over channels), or of whose neighbours it is not sure (windows of 7 x 7 pixels of 117 channels, where it does not see
+  that ``x % 117`` has neighbours): Triton has lanes go along a block's inner dimension then, before 3.7 along the outer
+  one. That is to be rows, if these share sectors (patches of 2 x 2 pixels as rows of 384: 32 lines per request before,
+  4 now, and 624 instructions for 880; the mean of such windows: 162 us along the pixels, where memory takes 11).
 * **Variances of columns** take two exchanges between threads, some 40 instructions per warp for each 4 columns that a
   thread has: 4 elements per thread in a loop of up to 32 steps, which ptxas writes out, with 1/n as constants (1,138
   instructions per warp for 256 bf16 columns of 64; with 16 elements 1,455), 8 in a longer one. All at once: 32.
@@ -43,8 +45,11 @@
   half of the multiprocessors' threads are there: nothing else hides what a thread waits for.
 """
 
+import contextlib
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import metadata
 from math import prod
 from typing import Any
 
@@ -88,12 +93,13 @@ def adjust(config: Config, t: Any, target: Target) -> Config:
 
 
 def turned(config: Config, t: Any, target: Target) -> Config:
-    """``config`` with rows as a block's inner dimension, which lanes go along where an access has neighbours along
-    neither, if such accesses touch much fewer sectors so; of rows in registers, as many as share a sector."""
+    """``config`` with the dimension of a block that lanes are to go along where Triton has them, if an access has
+    neighbours along neither that it sees: rows, if such accesses touch much fewer sectors so; of rows in registers, as
+    many as share a sector."""
     x, r = t.space.x, t.space.r
     picks = any(isinstance(s, Scan) or isinstance(s, Reduce) and s.kind.startswith("arg") for s in t.space.body)
     lone = [a for a in accesses(t.space.body, t.buffers) if a.varies(x) and a.varies(r)]
-    lone = [a for a in lone if not a.loaded and step(a.index, x) != 1 and step(a.index, r) != 1]
+    lone = [a for a in lone if not a.loaded and not _seen(a, x) and not _seen(a, r)]
     if config.reduction not in ("persistent", "mixed") or picks or not lone:
         return config
     near, wider = min(abs(step(a.index, x) or SECTOR) * a.itemsize for a in lone), config
@@ -101,9 +107,26 @@ def turned(config: Config, t: Any, target: Target) -> Config:
         wider = replace(wider, xblock=2 * wider.xblock, num_warps=2 * wider.num_warps)
     wider = wider if wider.xblock * target.units <= x.size.hint() else config
     rows = min(LANES, wider.xblock)
-    if cost(lone, {x: rows, r: LANES // rows}) > MUCH_FEWER * cost(lone, {r: LANES}):
+    along = cost(lone, {x: rows, r: LANES // rows}) <= MUCH_FEWER * cost(lone, {r: LANES})
+    config = wider if along else config
+    if config.xblock == 1 or along == outer_first():
         return config
-    return replace(wider, extras=tuple(sorted((*config.extras, ("across", config.reduction)))))
+    return replace(config, extras=tuple(sorted((*config.extras, ("across", config.reduction)))))
+
+
+@functools.cache
+def outer_first() -> bool:
+    """Do lanes go along a block's outer dimension where Triton sees neighbours along neither? Since 3.7 along the
+    inner one."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return tuple(map(int, metadata.version("triton").split(".")[:2])) < (3, 7)
+    return False
+
+
+def _seen(a: Access, v: Var) -> bool:
+    """Does Triton see that neighbours along ``v`` are neighbours in memory, two at least?"""
+    terms = [(m, c) for m, c in a.index.terms if any(expr(f).has(v) for f in m)]
+    return step(a.index, v) == 1 and all(_whole(m, c, v, 2) for m, c in terms)
 
 
 def _squares(config: Config, t: Any, target: Target) -> Config | None:
@@ -115,7 +138,7 @@ def _squares(config: Config, t: Any, target: Target) -> Config | None:
         return None
     moved = [a for a in accesses(t.space.body, t.buffers) if a.varies(r)]
     now = cost(moved, {x: min(config.xblock, rows), r: min(config.rblock, length)})
-    square = {x: SQUARE, r: 2 * SQUARE}
+    square = {x: SQUARE, r: min(2 * SQUARE, length)}
     if sum(cost(each, square) for each in _by_pass(t)) > MUCH_FEWER * now:
         return None
     few = 2 if rows < 2 * SQUARE * target.units and length >= 4 * SQUARE else 1  # one program per multiprocessor

@@ -153,6 +153,8 @@ class Task:
             place = self.device if size <= KEPT else torch.device("cpu")
             self.exact = tuple([x if x is None else x.to(place) for x in part] for part in exact)
             synchronize(self.device)
+            del exact, want
+            torch.cuda.empty_cache()  # other processes' references need that memory too
 
 
 def measure(task: Task, backend: str, values: dict[str, Any]) -> tuple[str, str]:

@@ -98,7 +98,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("where", nargs="?", choices=["cpu", "gpu", "cuda"], help="what to measure")
     parser.add_argument("--device", choices=["cpu", "gpu", "cuda"], help="the same")
     parser.add_argument("--only", default="", help=f"some of {', '.join(SECTIONS)}, with commas between")
-    parser.add_argument("--match", default="", help="only matmuls with one of these words in their name")
+    parser.add_argument(
+        "--match", default="", help="only matmuls, and programs of host, with one of these words in their name"
+    )
     parser.add_argument("--out", type=Path, help="write all rows to this JSON file")
     parser.add_argument("--quick", action="store_true", help="few cases, few rounds: does it work?")
     parser.add_argument("--peers", choices=["all", "none"], default="all",

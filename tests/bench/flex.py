@@ -32,8 +32,9 @@ def alibi(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
     return s + torch.exp2(-0.5 * (h + 1)) * (j - i)
 
 
-KINDS: dict[str, tuple[Any, Any]] = {
+KINDS: dict[str, tuple[Any, Any]] = {  # "bias": of each head and distance, learned
     "noop": (None, None), "causal": (None, causal), "window": (None, window), "alibi": (alibi, causal),
+    "bias": (None, causal),
 }  # fmt: skip
 
 
@@ -42,6 +43,7 @@ class Attention(nn.Module):
         super().__init__()
         self.score, self.allowed = KINDS[kind]
         self.q, self.k, self.v = (nn.Parameter(torch.randn(b, heads, s, d)) for heads in (h, hk, hk))
+        self.table = nn.Parameter(torch.randn(h, s)) if kind == "bias" else None
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Wherever the module is moved, its mask is made."""
@@ -53,14 +55,15 @@ class Attention(nn.Module):
     def forward(self) -> torch.Tensor:
         gqa = self.q.shape[1] != self.k.shape[1]
         cpu = self.q.device.type == "cpu"  # where PyTorch refuses to be asked for gradients
-        q, k, v = (t.detach() if cpu else t for t in (self.q, self.k, self.v))
-        return flex_attention(q, k, v, self.score, self.mask, enable_gqa=gqa)
+        q, k, v, table = (t.detach() if cpu and t is not None else t for t in (self.q, self.k, self.v, self.table))
+        score = self.score if table is None else lambda s, b, h, i, j: s + table[h, (i - j).abs()]
+        return flex_attention(q, k, v, score, self.mask, enable_gqa=gqa)
 
 
 def _model(kind: str, shape: tuple[int, ...]) -> Model:
-    return Model(
-        f"flex {kind} {'x'.join(map(str, shape))}", lambda real: (Attention(kind, *(shape if real else SMALL)), ())
-    )
+    name = f"flex {kind} {'x'.join(map(str, shape))}"
+    modes = ("inference", "training") if torch.cuda.is_available() else ("inference",)
+    return Model(name, lambda real: (Attention(kind, *(shape if real else SMALL)), ()), modes=modes)
 
 
 MODELS = [_model(kind, shape) for shape in SHAPES for kind in (KINDS if shape == SHAPES[0] else ("causal",))]

@@ -2,6 +2,8 @@
 
 Kernels are so small that the host's work is the time: microseconds per call by the wall clock, calls in a row,
 waiting for the device at the end. ``launch`` and ``ATen call``: what each of 15 more adds to a program with one.
+``a user's launch more``: one that a program makes of a Triton kernel of its own. With ``--match WORD,...``: programs
+with one of these in their name, by the contenders of the promises on users' kernels and recorded calls alone.
 All compile a program side by side; then they measure it in turns, one at a time, a few turns each, so that a slow
 moment of the machine does not fall on one alone.
 """
@@ -33,6 +35,7 @@ PEER, PEER_CPP, PEER_GRAPHS, GRAPHS = "Inductor", "Inductor cpp", "Inductor grap
 PYTHON_DYNAMO, GRAPHS_DYNAMO = "python, torch.compile", "graphs, torch.compile"
 ONE, SIXTEEN, SINGLE = "relu(x + w)", "16 x relu(x @ w)", "1 x relu(x @ w)"
 SORT, SORTS = "1 x sort", "16 x sort"
+USER, USERS = "1 x a user's kernel", "16 x a user's kernel"  # on a GPU, where relu(x @ w) is one kernel as well
 PROGRAMS = (ONE, SIXTEEN, SINGLE, SORT, SORTS)
 ALONE = f"{SIXTEEN}, the host alone"  # until the call returns, with nothing in the device's queue before it
 EXTRA = 15
@@ -42,11 +45,20 @@ TURNS, ROUNDS = 3, 7  # each contender's turns at a program; samples a turn
 def section(bench: Bench) -> None:
     contenders = [CPP, PEER_CPP, EXPORTED, EAGER, DYNAMO, PYTHON, PEER]
     contenders += [GRAPHS, GRAPHS_DYNAMO, PYTHON_DYNAMO, PEER_GRAPHS] if bench.device == "cuda" else []
-    found = all_calls(bench, contenders)
+    among = [*PROGRAMS, *([USER, USERS] if bench.device == "cuda" else [])]
+    if bench.match:
+        among = [p for p in among if any(w in p for w in bench.match)]
+        contenders = [c for c in contenders if c not in (EXPORTED, DYNAMO, PEER, PEER_CPP)]
+    found = all_calls(bench, contenders, among)
     us = {who: f.get("us", {}) for who, f in found.items()}
     names = list(dict.fromkeys(c for by in us.values() for c in by))
     body = [[c, *(f"{us[w][c]:.1f}" if us[w].get(c) else "-" for w in contenders)] for c in names]
-    for what, one, many in (("a launch more", SINGLE, SIXTEEN), ("an ATen call more", SORT, SORTS)):
+    more = (
+        ("a launch more", SINGLE, SIXTEEN),
+        ("an ATen call more", SORT, SORTS),
+        ("a user's launch more", USER, USERS),
+    )
+    for what, one, many in more:
         body.append([what, *(f"{x:.2f}" if (x := extra(us[w], one, many)) is not None else "-" for w in contenders)])
     lines = [table(["host, µs per call", *contenders], body), *errors(found)]
     lines += [f"  {w}, {c}: {note}" for w, f in found.items() for c, note in f.get("notes", {}).items()]
@@ -54,16 +66,17 @@ def section(bench: Bench) -> None:
     bench.keep("host", {"calls": found, "builds": builds}, promises(bench, us, builds), "\n".join([*lines, text]))
 
 
-def all_calls(bench: Bench, contenders: Sequence[str]) -> dict[str, Any]:
-    """What each found. A process that ends early, or never gets ready, holds up none beyond its time limit."""
+def all_calls(bench: Bench, contenders: Sequence[str], among: Sequence[str]) -> dict[str, Any]:
+    """What each found of the programs ``among``. A process that ends early, or never gets ready, holds up none beyond
+    its time limit."""
 
     def one(who: str) -> dict[str, Any]:
         with children.fresh_caches() as caches:
-            return bench.one("host.calls", 400, caches, who=who, turns=folder)
+            return bench.one("host.calls", 400, caches, who=who, turns=folder, among=among)
 
     with tempfile.TemporaryDirectory(prefix="reflib-turns-") as folder, ThreadPoolExecutor(len(contenders)) as pool:
         running = {who: pool.submit(one, who) for who in contenders}
-        for at, case in enumerate(PROGRAMS):
+        for at, case in enumerate(among):
             for who, child in running.items():
                 wait_for(_flag(folder, who, at, "ready"), child)
             for turn in range(TURNS):
@@ -101,8 +114,11 @@ def build_times(bench: Bench) -> tuple[dict[str, Any], str]:
 
 
 def promises(bench: Bench, us: dict[str, dict[str, Any]], builds: dict[str, Any]) -> list[Promise]:
+    def time(who: str, case: str) -> float | None:
+        return us.get(who, {}).get(case)
+
     def against(case: str, who: str = CPP) -> float | None:
-        return ratio(us[who].get(case), us[PEER_CPP].get(case))
+        return ratio(time(who, case), time(PEER_CPP, case))
 
     call, eagers = extra(us[CPP], SORT, SORTS), extra(us[EAGER], SORT, SORTS)
     build = builds[CPP].get("wrapper")
@@ -110,23 +126,25 @@ def promises(bench: Bench, us: dict[str, dict[str, Any]], builds: dict[str, Any]
         Promise(f"{ONE}: reflib cpp over Inductor cpp", against(ONE), "<=", 0.6),
         Promise(f"{ONE}: the same through torch.compile", against(ONE, DYNAMO), "<=", 0.6),
         Promise(f"{SIXTEEN}: reflib cpp over Inductor cpp", against(SIXTEEN), "<=", 0.5),
-        Promise(f"{ONE} without Dynamo, µs", us[EXPORTED].get(ONE), "<=", 6),
+        Promise(f"{ONE} without Dynamo, µs", time(EXPORTED, ONE), "<=", 6),
         Promise("a launch more, µs", extra(us[CPP], SINGLE, SIXTEEN), "<=", 2.5),
         Promise("an ATen call more, over eager's own", ratio(call, eagers), "<=", 1.3),
         Promise("the wrapper of a transformer block, s", build, "<=", 2),
         Promise("the same over Inductor's cold build", ratio(build, builds[PEER_CPP].get("first")), "<=", 0.1),
-        *(graphs(us) if GRAPHS in us else []),
+        *(on_gpu(us) if GRAPHS in us else []),
     ]
 
 
-def graphs(us: dict[str, dict[str, Any]]) -> list[Promise]:
-    """The plain wrapper is in Python, and is called as the recorded one is: by ``reflib.compile``, or through Dynamo's
-    own wrapper, which TorchInductor's needs too."""
+def on_gpu(us: dict[str, dict[str, Any]]) -> list[Promise]:
+    """Users' kernels, each beside one of ours; recorded calls. There the plain wrapper is in Python, and is called as
+    the recorded one is: by ``reflib.compile``, or through Dynamo's own wrapper, which TorchInductor's needs too."""
 
     def over(ours: str, theirs: str) -> float | None:
         return ratio(us[ours].get(ALONE), us[theirs].get(ALONE))
 
+    launch = {who: (extra(us[who], USER, USERS), extra(us[who], SINGLE, SIXTEEN)) for who in (PYTHON, CPP)}
     return [
+        *(Promise(f"{who}: a user's launch more, over one of ours", ratio(*l), "<=", 1.0) for who, l in launch.items()),
         Promise(f"{ALONE}: graphs over the plain wrapper", over(GRAPHS, PYTHON), "<=", 0.25),
         Promise("the same through torch.compile", over(GRAPHS_DYNAMO, PYTHON_DYNAMO), "<=", 0.25),
         Promise("graphs over Inductor graphs, through torch.compile", over(GRAPHS_DYNAMO, PEER_GRAPHS), "<=", 1.0),
@@ -151,7 +169,12 @@ def programs(device: torch.device) -> dict[str, tuple[Callable[..., Any], list[t
         return fn
 
     x, y = torch.zeros(8, 8, device=device), torch.randn(8, 64, device=device)
-    return {
+    users = {}
+    if device.type == "cuda":
+        from tests import user_kernels
+
+        users = {USER: (user_kernels.layers, [y, small[0]]), USERS: (user_kernels.layers, [y, *small])}
+    return users | {
         ONE: (lambda x, w: torch.relu(x + w), [torch.randn(64, 64, device=device), small[0]]),
         SIXTEEN: (layers, [y, *small]), SINGLE: (layers, [y, small[0]]), SORT: (sorts(1), [x]), SORTS: (sorts(16), [x]),
     }  # fmt: skip
@@ -199,7 +222,7 @@ def calls(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     notes: dict[str, str] = {}
     known = programs(device)
     with torch.no_grad():
-        for at, name in enumerate(PROGRAMS):
+        for at, name in enumerate(job["among"]):
             fn, args = known[name]
             torch._dynamo.reset()
             samples: list[float] = []

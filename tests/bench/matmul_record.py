@@ -2,10 +2,11 @@
 
     python -m tests.bench.matmul splitk.jsonl long.jsonl llm.jsonl --record notebooks/recorded/matmul.h200.json
 
-The recording is made of these files alone. All of a case comes from one run: the last that had the peer in it, else
-the last. Nothing is left out for what it says: a failure is a row with a status, a disturbed case says so in its notes.
-A row's name is the set, its case the contender, its note what that one chose; ``at`` is the product. How many cases a
-set has, measured or not, is a row too. Then the cells that show such rows are filled again (refilling.py).
+The recording is made of these files, and of what the recording had. All of a case comes from one run: the last that had
+the peer in it, else the last. Nothing is left out for what it says: a failure is a row with a status, a disturbed case
+says so in its notes. A row's name is the set, its case the contender, its note what that one chose; ``at`` is the
+product. How many cases a set has, measured or not, is a row too. Then the cells that show such rows are filled again
+(refilling.py).
 """
 
 import json
@@ -34,7 +35,8 @@ STATUS = {"wrong": "wrong", "crashed": "crashed", "exit code": "crashed", "hung"
 
 def record(paths: Sequence[str], target: Path) -> None:
     """Write the recording, and fill the cells of the notebooks in the folder above it that show recorded rows."""
-    rows = rows_of(runs(paths))
+    before = list(recording.load(target)[0]) if target.exists() else []
+    rows = joined(before, rows_of(runs(paths)))
     if len(devices := {row.device for row in rows}) != 1:
         raise SystemExit(f"a recording is of one device, not of {len(devices)}: {', '.join(sorted(devices))}")
     recording.dump(target, [row.to_data() for row in rows], [])
@@ -42,6 +44,21 @@ def record(paths: Sequence[str], target: Path) -> None:
     for notebook in sorted(target.resolve().parent.parent.glob("*.ipynb")):
         if filled := refilling.refill(notebook):
             print(f"{notebook.name}: {filled} cells filled")
+
+
+def joined(before: Sequence[LabRow], after: Sequence[LabRow]) -> list[LabRow]:
+    """Rows of an earlier recording and a later: a case is the later one's, unless only the earlier has the peer."""
+
+    def beside_peer(rows: Sequence[LabRow]) -> set[tuple[Any, ...]]:
+        return {_case(row) for row in rows if row.case == CONTENDERS[PEER_MAX]}
+
+    stays = beside_peer(before) - beside_peer(after)
+    stays |= {_case(row) for row in before} - {_case(row) for row in after}
+    return [row for row in before if _case(row) in stays] + [row for row in after if _case(row) not in stays]
+
+
+def _case(row: LabRow) -> tuple[Any, ...]:
+    return row.name, *sorted(row.at.items())
 
 
 def runs(paths: Iterable[str]) -> list[Run]:

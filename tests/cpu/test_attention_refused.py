@@ -1,6 +1,7 @@
 """Attention that is left as it is written, and why."""
 
 import logging
+import random
 
 import pytest
 import torch
@@ -105,6 +106,28 @@ def test_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_short_lengths_on_a_gpu(heads: int, queries: int, keys: int, width: int, biased: bool, short: bool) -> None:
     """Where a fused kernel's tiles would be padding, and there are many of them."""
     assert attention_call._short(torch.empty(heads // 6, 6, queries, keys, device="meta"), width, biased) == short
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "keys", "width", "biased", "serial"),
+    [
+        (10, 212, 4242, 504, True, True), (10, 212, 4242, 504, False, True), (8, 32, 4096, 64, True, True),
+        (8, 32, 4096, 64, False, False), (96, 512, 512, 64, True, False), (16, 2048, 2048, 128, True, False),
+        (1024, 1, 4096, 128, True, False), (1, 4096, 4096, 512, False, True), (1, 32768, 32768, 512, False, False),
+    ],
+)  # fmt: skip
+def test_few_blocks_on_a_gpu(heads: int, queries: int, keys: int, width: int, biased: bool, serial: bool) -> None:
+    """Where the kernel has few blocks that go through all keys, or wide ones; not where scores fill memory."""
+    assert attention_call._serial(torch.empty(heads, 1, queries, keys, device="meta"), width, biased) == serial
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_more_heads_or_fewer_keys_are_never_worse_for_the_fused_kernel(seed: int) -> None:
+    """Few blocks are the reason: with many times the heads, narrow, it is the fused kernel."""
+    rng = random.Random(seed)
+    queries, keys, width = rng.randrange(8, 64), rng.randrange(2000, 9000), 8 * rng.randrange(4, 17)
+    few, many = (torch.empty(1, n, queries, keys, device="meta") for n in (rng.randrange(1, 9), 1024))
+    assert attention_call._serial(few, width, True) and not attention_call._serial(many, width, True)
 
 
 def test_switched_off() -> None:

@@ -14,6 +14,7 @@ import reflib
 from reflib.fuse import one_order
 from reflib.lower import depth_in_parts
 from reflib.schedule import one_order as launches
+from tests.interpreter import results
 from tests.invariance_cases import CASES, DTYPES, case, chains, parts, same, variant
 
 ON: dict[str, Any] = {"batch_invariant": True}
@@ -106,6 +107,11 @@ def order(kernel: Any) -> tuple[str, ...]:
     source = kernel.source
     assert "tl.atomic" not in source
     body = source.partition("def k")[2]
+    if "flex_attention" in kernel.name:  # all that is added up lies as its products leave it
+        walked = "MBLOCK" if "_dkv" in kernel.name else "NBLOCK"
+        block = re.findall(rf"{walked}: tl\.constexpr = (\d+)", source)
+        name = kernel.name.partition("_")[2].removesuffix("_fallback")
+        return (f"{name} by {block}", *sorted(set(re.findall(r"tl\.dot\(.*\)", body))))
     assert not re.findall(r"tl\.(?:sum|cumsum)\((?!tl\.reshape)", body)
     blocks = dict(re.findall(r"([RMNK]BLOCK): tl\.constexpr = (\d+)", source))
     products = re.findall(r"tl\.dot\(.*\)", body)
@@ -164,6 +170,7 @@ def gpu(fn: Any, *args: Any) -> list[str]:
 
 
 def pieces(length: int, columns: bool, rows: int) -> list[str]:
+    """The lengths that kernels reduce. (Two pieces are added up by an elementwise one.)"""
     x = torch.empty(rows, length, 64) if columns else torch.empty(rows, length)
     return [line.partition("reducing ")[2] for text in gpu(lambda x: x.sum(1), x) for line in text.splitlines()
             if "reducing" in line]  # fmt: skip
@@ -172,7 +179,7 @@ def pieces(length: int, columns: bool, rows: int) -> list[str]:
 @pytest.mark.parametrize(
     ("columns", "length", "want"),
     [
-        (True, 512, ["512"]), (True, 513, ["320", "2"]), (True, 8192, ["256", "32"]), (True, 300_000, ["600", "500"]),
+        (True, 512, ["512"]), (True, 513, ["320"]), (True, 8192, ["256", "32"]), (True, 300_000, ["600", "500"]),
         (False, 16_000, ["16000"]), (False, 16_384, ["4096", "4"]), (False, 200_704, ["6272", "32"]),
     ],
 )  # fmt: skip
@@ -215,21 +222,64 @@ def test_deep_products_are_cut_by_their_depth() -> None:
 
 
 def test_rows_are_added_in_their_order() -> None:
-    """On a GPU by sorting, never by atomic additions of floats."""
+    """On a GPU by sorting, never by atomic additions of floats; places that several sums share are sorted once."""
     index, x, y = torch.zeros(500, dtype=torch.int64), torch.empty(90, 8), torch.empty(500, 8)
 
     def calls(fn: Any, options: Any = ON) -> str:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", reflib.BatchVariantWarning)
-            return str(reflib.explain(fn, x, index, y, target="sm_90", **options).program)
+        return str(reflib.explain(fn, x, index, y, target="sm_90", **options).program)
 
     wide: Any = lambda i: i[:, None].expand(500, 8)  # noqa: E731
-    for fn in (
-        lambda x, i, y: x.index_add(0, i, y), lambda x, i, y: x.scatter_add(0, wide(i), y),
-        lambda x, i, y: x.scatter_reduce(0, wide(i), y, "sum"),
-        lambda x, i, y: x.scatter_reduce(0, wide(i), y, "mean", include_self=False),
-    ):  # fmt: skip
-        text = calls(fn)
-        assert "aten.index_put" in text and "sums" not in "".join(re.findall(r"store .*atomic", text))
-    assert "aten.scatter_add" in calls(lambda x, i, y: x.scatter_add(0, wide(i).clone(), y))  # an index per element
-    assert "aten.index_add" in calls(lambda x, i, y: x.index_add(0, i, y), {"numerics": "eager"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", reflib.BatchVariantWarning)
+        for fn in (
+            lambda x, i, y: x.index_add(0, i, y), lambda x, i, y: x.scatter_add(0, wide(i), y),
+            lambda x, i, y: x.scatter_reduce(0, wide(i), y, "sum"), lambda x, i, y: x.index_put((i,), y, True),
+            lambda x, i, y: x.scatter_reduce(0, wide(i), y, "mean", include_self=False),
+            lambda x, i, y: x.index_add(0, i, y).sin().index_add(0, i, y),
+        ):  # fmt: skip
+            text = calls(fn)
+            assert text.count("aten.sort") == 1 and "segment_sums" in text
+            assert "= aten.index_put" not in text and "sums" not in "".join(re.findall(r"store .*atomic", text))
+    with pytest.warns(reflib.BatchVariantWarning, match="may choose by size"):
+        assert "aten.index_put" in calls(lambda x, i, y: x.T.index_add(1, i, y.T))
+    with pytest.warns(reflib.BatchVariantWarning, match="may choose by size"):  # an index per element
+        assert "aten.scatter_add" in calls(lambda x, i, y: x.scatter_add(0, wide(i).clone(), y))
+
+
+@pytest.mark.parametrize("program", ["segment_sums_interpreting.py", "attention_apart_interpreting.py"])
+def test_a_gpus_kernels_are_as_exact_as_eager(program: str) -> None:
+    assert {n: why for n, why in results(program).items() if why} == {}
+
+
+def test_few_elements_are_added_in_pairs_written_out_or_not() -> None:
+    """Strided ones by a thread each; the sum of three has a zero as its fourth, as a block has."""
+    (text,) = gpu(lambda x: x.sum(1), torch.empty(4096, 3, 64))
+    assert "sum_in_pairs" not in text and len(re.findall(r"tl\.load", text)) == 3
+    assert re.search(r"\+ 0\.0\n", text)
+
+
+def test_unaligned_depths_are_padded() -> None:
+    a, b = torch.empty(4096, 415).bfloat16(), torch.empty(512, 415).bfloat16()
+    texts = gpu(lambda a, b: (a * 2) @ b.T, a, b)
+    assert any("depth 416" in t for t in texts)
+
+
+def test_a_gpus_attention_is_one_kernel() -> None:
+    """In blocks that follow from the heads alone, however many keys there are; causal ones skip half of them."""
+
+    def blocks(length: int, width: int, **how: Any) -> set[str]:
+        q, k = torch.empty(2, 4, length, width, dtype=torch.bfloat16), torch.empty(2, 2, length, width).bfloat16()
+        q, k = q.requires_grad_(), k.requires_grad_()
+        e = reflib.explain(
+            lambda q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True, **how), q, k, target="sm_90", **ON
+        )
+        made = [x for s in e.graphs for x in s.kernels.values()]
+        found = [x for x in made if "flex" in x.name]
+        assert len({x.name.partition("_")[2] for x in found}) == 6  # three, each with a fallback
+        assert not any("bmm" in x.name for x in made)
+        assert all(("blocks that the mask cuts" in x.source) == (length > 128 and "is_causal" in how) for x in found)
+        return {order(x)[0] for x in found}
+
+    for width in (64, 72):
+        assert blocks(40, width) == blocks(1024, width)
+    assert blocks(500, 64, is_causal=True)

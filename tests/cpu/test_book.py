@@ -195,6 +195,15 @@ def test_the_results_begin_with_what_was_timed_together() -> None:
     assert standing.counts(found) == ["1", "1", "1", "2"]  # faster, equal, slower, no number
 
 
+def test_the_results_say_how_much_of_a_set_was_measured() -> None:
+    rows = [
+        row("reflib, tuned", 1.0, at={"M": 1}), row("TorchInductor max-autotune", None, at={"M": 1}),
+        row("reflib, tuned", 1.0, at={"M": 2}), row("reflib", 1.0, name="b", at={"M": 3}),
+        row("all cases", 9.0, metric="count"),
+    ]  # fmt: skip
+    assert list(standing.sets_of(rows)) == ["a, 2 of 9 cases, 1 of them beside TorchInductor"]
+
+
 def test_a_floor_is_bytes_operations_or_the_device_alone() -> None:
     limits = 1e3, 1e6  # bytes and operations per µs: 1 GB/s, 1 TFLOP/s
     peers = ("eager", 90.0), ("reflib", 30.0)
@@ -214,7 +223,8 @@ def test_a_floor_is_bytes_operations_or_the_device_alone() -> None:
 def test_the_results_have_floors_and_every_claim_that_failed(pages: Path) -> None:
     text = unescape(article(pages, "book/results"))
     beside = re.findall(r'reflib-floor"><p><a href="../notebooks/([\w-]+).html', text)
-    assert {p.stem for p in CHAPTERS} <= set(beside)
+    whole = {slug for slug, told in data.chapters(ROOT).items() if not told.newer}  # of others the floor may be missing
+    assert {p.stem for p in CHAPTERS} & whole <= set(beside)
     assert re.search(r"\d+ of \d+ claims in \d+ chapters", text)
     for slug, path in data.recordings(ROOT):
         for claim in json.loads(path.read_text(encoding="utf-8"))["claims"]:
@@ -260,7 +270,8 @@ def test_the_status_page_has_time_and_device_of_every_notebook(pages: Path) -> N
     for told in data.chapters(ROOT).values():
         row = next(r for r in re.findall(r"<tr.*?</tr>", text, re.S) if f"/{told.slug}.html" in r)
         assert told.stamp["device"] in row and told.stamp["commit"] in row
-        assert "match its code" in row and re.search(r">\s*(<p>)?\d+ s<", row), told.slug
+        assert "match its code" in row, told.slug
+        assert told.newer or re.search(r">\s*(<p>)?\d+ s<", row), told.slug  # (how long all cells take is not known)
 
 
 def test_cells_that_are_newer_than_the_recording_say_so(pages: Path) -> None:
@@ -474,10 +485,10 @@ def lines_of(output: Any) -> int:
 
 @pytest.mark.parametrize("path", runner.notebooks(), ids=lambda p: p.stem)
 def test_a_chapter_says_how_long_it_takes_and_it_is_so(path: Path) -> None:
-    """To a quarter. It is an hour at most, but for the chapter that puts a compiler together."""
+    """To a quarter, and it is 45 at most: a longer chapter becomes two."""
     said, counted = data.chapter(path).minutes, minutes_to_read(path)
     assert abs(counted - said) <= said / 4, f"{counted:.0f} minutes are counted"
-    assert said <= (65 if path.stem == "mini-compiler" else 60)
+    assert said <= 45 and counted < 47, f"{counted:.0f} minutes are counted"
 
 
 def test_times_are_read(tmp_path: Path) -> None:

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 import reflib
-from reflib.lower.indexing import RUN
+from reflib.ir.interpret import interpret
+from reflib.ir.loops import LoopNest
+from reflib.lower.indexing import LONG_RUN, RUN, TOGETHER
+from tests.choices import GPU, program_of
 
 
 def calls(e: Any) -> int:
@@ -77,3 +80,26 @@ def test_few_launches_for_small_parts_of_unlike_widths() -> None:
     for rows, kernels in ((64, 1), (65536, 18)):
         e = reflib.explain(fn, *(torch.empty(rows, RUN // 4 * (4 + i % 2)) for i in range(18)), target="sm_90")
         assert calls(e) == 0 and len(e.kernels) == kernels
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_short_runs_of_many_inputs_are_copied_in_windows(seed: int) -> None:
+    """Each part by one or two windows, with the others that have as many columns or up to twice as many."""
+    rng = random.Random(seed)
+    dtype, d, n = rng.choice([torch.bfloat16, torch.float32, torch.int16]), rng.randrange(3), rng.randint(17, 50)
+    shape = [rng.randint(1, 2) for _ in range(3)]
+    widths = [rng.randrange(1, 32, 2) for _ in range(n)]
+    parts = [torch.randint(-99, 99, [w if k == d else s for k, s in enumerate(shape)]).to(dtype) for w in widths]
+    parts[3] = parts[3].repeat(2, 2, 2)[tuple(slice(s) for s in parts[3].shape)]  # with other strides
+    program = program_of(lambda *x: torch.cat(x, d), *parts, options=GPU)
+    (got,) = interpret(program, parts)
+    assert torch.equal(got, torch.cat(parts, d))
+    assert all(isinstance(node, LoopNest) for node in program.nodes)
+    groups = {w.bit_length() for w in widths}
+    assert len(program.nodes) <= len(groups) + n // TOGETHER
+
+
+def test_long_runs_of_many_inputs_are_stored_each() -> None:
+    parts = [torch.empty(6, LONG_RUN // 2 + 1 + 2 * i, dtype=torch.bfloat16) for i in range(17)]
+    program = program_of(lambda *x: torch.cat(x, 1), *parts, options=GPU)
+    assert [len(node.stores()) for node in program.nodes if isinstance(node, LoopNest)] == [1] * 17

@@ -168,8 +168,23 @@ def test_dense_with_a_reason(masks, monkeypatch):
     e = reflib.explain(relative, q.half(), k.half(), v.half(), table, masks, target="sm_75")
     assert "no tensor cores" in reason(e)
     monkeypatch.setattr(flex, "_validate_device", lambda *a: None)
-    e = reflib.explain(relative, *given(), masks, target="sm_90")
-    assert len(launches(e)) == 1 and reason(e.backward) == "gradients of captured tensors"
+    e = reflib.explain(relative, *given(), masks, target="sm_90", atomics=False)
+    assert len(launches(e)) == 1 and "the gradient of a captured tensor calls" in reason(e.backward)
+
+
+def test_gradients_of_captured_tensors_are_fused(monkeypatch):
+    """Added to by one kernel of the backward; terms at one place are summed before, in its registers."""
+    monkeypatch.setattr(flex, "_validate_device", lambda *a: None)
+    for name, sums in (("relative learned", 0), ("slopes learned", 3)):
+        case = replace(CASES[name], dtype=torch.bfloat16)
+        q, k, v, table = case.tensors()
+        tensors = *(t.requires_grad_() for t in (q, k, v)), table.bfloat16().requires_grad_()
+        e = reflib.explain(case.function(case.block_mask()), *tensors, target="sm_90").backward
+        dq, dkv = (next(k for k in e.kernels if k.name.endswith(kind)) for kind in ("_dq", "_dkv"))
+        loops = dq.source.count("dq = tl.dot")
+        assert dq.source.count("tl.atomic_add") == max(1, sums) * loops and "atomic" not in dkv.source
+        assert dq.source.count("term = tl.sum(") == sums * loops
+        assert compile_kernel(dq, parse_target("sm_90")).image
 
 
 def test_tilings_are_candidates(masks):

@@ -6,7 +6,8 @@ values so far. It runs eagerly and compiled, forward and perhaps backward, with 
 
 Of three kinds: any ops; many more of them, class by class (``fuzz_templates``); and updates in place: of inputs,
 temporaries and parts of them, which overlap, where inputs may be views of one another (from the first call on, or after
-a call with inputs that share nothing).
+a call with inputs that share nothing), with calls that write where they are told (``out=``, parts of a ``cat``), under
+either wrapper and with an arena.
 
     make fuzz N=5000            more of them, N of each kind, on all cores
     REFLIB_FUZZ_SECONDS=60      how long without N
@@ -67,6 +68,7 @@ class Program_:
     outputs: list[int] = field(default_factory=list)
     mutate: str = ""
     apart_first: bool = False  # a call before, with inputs that share no memory
+    options: dict[str, Any] = field(default_factory=dict)
 
     def args(self) -> list[torch.Tensor]:
         made: list[torch.Tensor] = []
@@ -91,7 +93,7 @@ class Program_:
     def reproducer(self, dynamic: bool, backward: bool) -> str:
         args = "".join(f"v{n} = {i.text()}\n" for n, i in enumerate(self.inputs))
         names = ", ".join(f"v{n}" for n in range(len(self.inputs)))
-        how = f"dynamic={dynamic}, backward={backward}, apart_first={self.apart_first}"
+        how = f"dynamic={dynamic}, backward={backward}, apart_first={self.apart_first}, **{self.options}"
         return (
             "import torch, torch.nn.functional as F\nfrom tests.cpu.test_fuzz import judge, make\n\n"
             f"{self.source()}\n\n{args}print(judge(f, [{names}], {how}))\n"
@@ -210,7 +212,19 @@ UPDATE = (
     "{p}.copy_({p}.cumsum({d}))", "{p}.copy_(torch.cat([{p}, {p}], {d}).narrow({d}, 1, {p}.shape[{d}]))",
     "{p}.masked_scatter_({p} > 0, {p}.flip({d}).contiguous())", "{p}.addcmul_({b}, {b})", "{p}.lerp_({b}, 0.5)",
     "{p}.transpose_({d}, {e})", "{p}.copy_({b}.to({p}.dtype) @ {b}.to({p}.dtype).mT)", "{p}.swapaxes({d}, {e}).mul_(3)",
+    "{p}.copy_(torch.slice_scatter({p}, {p}[:1] + 1, 0, 0, 1))", "torch.mul({p}, 2, out={p})",
+    "{p}.copy_(torch.select_scatter({p}, {p}.select({d}, 0) * 2, {d}, 0))", "torch.add({p}, {b}, out={p})",
+    "torch.cumsum({p}.clone(), {d}, out={p})", "{p}.copy_({p}.sort({d}, stable=True)[0])",
+    "torch.sort({p}.clone(), stable=True, dim={d}, out=({p}, torch.zeros_like({p}, dtype=torch.int64)))[0]",
 )  # fmt: skip
+JOINED = (  # parts of one tensor that calls and kernels make
+    "torch.cat([{p} * 2, {p}.cumsum({d})], {d})", "F.pad({p}, (0, 3))", "F.pad({p}.sort({d}, stable=True)[0], (1, 2))",
+    "torch.stack([{p}.sort({d}, stable=True)[0], {p}], {d})", "torch.cat({p}.split(2, {d})[::-1], {d})",
+    "torch.cat([{p}.double() @ {p}.double().mT, {p}.double()], -1)", "torch.cat([{p}.topk(1, {d})[0], {p}], {d})",
+    "torch.cat([{p}.double().softmax({d}), {p}.double()], {d})", "torch.cat([{p}, {q}], {d})", "{p}.unbind({d})[-1]",
+    "torch.stack({p}.sort({d}, stable=True)[::-1], {d})", "torch.zeros_like({a}).copy_({a}.sort({d}, stable=True)[0])",
+)  # fmt: skip
+HOW: tuple[dict[str, Any], ...] = ({}, {}, {"arena": True}, {"wrapper": "cpp"}, {"wrapper": "cpp", "arena": True})
 SEEN = (  # an input that is a view of another
     "{a}", "{a}.narrow({d}, {k}, {m})", "{a}[1:]", "{a}[:-1]", "{a}[..., ::2]", "{a}[..., 1::2]",
     "{a}.transpose({d}, {e})", "{a}.select({d}, {k})", "{a}.view(-1)", "{a}.detach()", "{a}.view(torch.int32)",
@@ -236,7 +250,8 @@ def updating(draw: Any) -> tuple[Program_, bool, bool]:
         if view is not None and view[1].dtype == values[0].dtype or view is not None and ".view(torch" in view[0]:
             inputs.append(Input("", tuple(view[1].shape), "", False, 0, view[0]))
     values = program.args()
-    backward = draw(st.integers(0, 3)) == 0 and not any(i.view for i in inputs)
+    backward = draw(st.integers(0, 3)) == 0
+    program.options = one(HOW)
     for _ in range(draw(st.integers(2, 7))):
         step = _update(draw, one, values) if draw(st.integers(0, 2)) else _step(draw, one, values)
         if step is not None:
@@ -254,7 +269,7 @@ def _update(draw: Any, one: Any, values: list[Any]) -> tuple[str, Any] | None:
     parts = [_filled(draw, values, a, one(PART)) for _ in range(2)]
     if parts[0] is None or parts[1] is None:
         return None
-    text = one(UPDATE).replace("{p}", parts[0][0]).replace("{q}", parts[1][0])
+    text = one(UPDATE if draw(st.integers(0, 3)) else JOINED).replace("{p}", parts[0][0]).replace("{q}", parts[1][0])
     return _filled(draw, values, a, text, b)
 
 
@@ -368,6 +383,7 @@ def judge(
     dynamic: bool = False,
     backward: bool = False,
     apart_first: bool = False,
+    **options: Any,
 ) -> list[str]:
     """What is wrong with the compiled function."""
     torch._dynamo.reset()
@@ -377,7 +393,7 @@ def judge(
     if eager.error is not None:
         return []
     wide = call(fn, args, backward=backward, wide=True)
-    compiled = torch.compile(fn, backend=Backend(Options(verify=True)), dynamic=dynamic)
+    compiled = torch.compile(fn, backend=Backend(Options(verify=True, **options)), dynamic=dynamic)
     if apart_first:
         call(compiled, [clone(a) for a in args], backward=backward)
     problems = wrong(call(compiled, args, backward=backward), eager, wide)
@@ -428,7 +444,7 @@ def run_fuzz(examples: int, round_seed: int | None, failed: dict[str, str], kind
                 return  # small enough
             ran += 1
             args = program.args()
-            problems = judge(program.function(), args, dynamic, backward, program.apart_first)
+            problems = judge(program.function(), args, dynamic, backward, program.apart_first, **program.options)
             if not problems:
                 return
             found_at = found_at or time.monotonic()

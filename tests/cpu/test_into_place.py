@@ -153,6 +153,20 @@ def test_a_padded_tensor_serves_who_reads_no_padding(target: str) -> None:
     assert reads(summed_rows, x, y) <= 2
 
 
+@pytest.mark.parametrize("target", ["cpu", "sm_90"])
+def test_rows_are_read_once_by_what_normalizes_them_and_stores_its_part(target: str) -> None:
+    """In half precision too, where a norm's result is some steps away from its sums."""
+    x, y = (torch.randn(RANDOM.randrange(60, 90), 256, dtype=torch.bfloat16) for _ in range(2))
+    w = torch.randn(256, dtype=torch.bfloat16)
+    norms = [lambda t: t.softmax(1), lambda t: F.layer_norm(t, (256,), w, w), lambda t: F.rms_norm(t, (256,), w).relu()]
+    for norm in norms:
+        for joined in (torch.cat, lambda ts: torch.cat(ts, 1), lambda ts: torch.stack(ts, 1)):
+            e = reflib.explain(lambda x, y: joined([norm(x), norm(y)]), x, y, target=target)  # noqa: B023
+            large = [b.name for b in e.scheduled.buffers.values() if b.nbytes.hint() >= x.nbytes]
+            reads = [b for n in e.scheduled.nodes for b in n.reads() if b in large]
+            assert len(reads) == len(set(reads)) == 2 and e.memory.peak_bytes == 2 * x.nbytes
+
+
 def test_sums_and_products_in_short_rows() -> None:
     """Loops of known length, which a C++ compiler unrolls: g++ 12 with AVX-512 contracted one part with another."""
     r = random.Random(2)

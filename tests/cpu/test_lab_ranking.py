@@ -43,6 +43,13 @@ def test_losses_come_first_and_nothing_is_left_out() -> None:
     assert "<th" in board._repr_html_() and "10.0 tiled" in repr(board)
 
 
+def test_cases_without_a_peer_are_in_order_too() -> None:
+    rows = Rows(row("eager", k, us) for k, us in ((1, 9.0), (2, 2.0), (3, 1.0)))
+    rows += [row("peer", 1, 9.0), *(row("ours", k, 1.0) for k in (1, 2, 3))]
+    board = lab.standings(rows, ours="ours", against=PEERS)
+    assert [line.at["K"] for line in board.lines] == [1, 3, 2]
+
+
 def test_what_was_chosen_is_said_shortly() -> None:
     told = {8: ("decompose_k_mm_128_split_7", "aten"), 9: ("triton_mm_30", "disturbed: a")}
     rows = Rows(row("eager", k, 2.0) for k in told)
@@ -57,7 +64,9 @@ def test_means_say_of_how_many() -> None:
     assert lines[0] == "4 of 12 cases were measured." and lines[1].startswith("ours: ") and max(map(len, lines)) < 70
     told = " ".join(lines)
     assert told.endswith("µs per call: medians (middle half within ±1.0%), GPU, fp16, commit .")
-    assert "2.00 times as fast as peer" in told and "1.34 times as fast as the better of them" in told
+    assert "times as fast as eager (slower in 1 of 3)" in told
+    assert "2.00 times as fast as peer (slower in 0 of 1)" in told
+    assert "1.34 times as fast as the better of them" in told
     assert "slower than the better of them in 1 of 2." in told and "ours has no time for: 1 x 2 x 32." in told
     assert "Disturbed by others on the device: 1 x 2 x 16." in told
 

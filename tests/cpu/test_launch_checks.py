@@ -91,6 +91,28 @@ def test_a_place_that_is_read_from_memory(kernel: Any) -> None:
         explain(fn, *given, target="sm_90")
 
 
+@triton.jit
+def both(x, out, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i))
+    tl.store(x + i, 0.0)
+
+
+def test_a_triton_op_that_writes_to_all_of_its_tensors() -> None:
+    def made(name: str, said: set[str]) -> Any:
+        def op(x: Tensor) -> Tensor:
+            out = torch.empty_like(x)
+            torch.library.wrap_triton(both)[(1,)](x, out, BLOCK=8)
+            return out
+
+        return torch.library.triton_op(f"launch_checks::{name}", op, mutates_args=said)
+
+    x, said, unsaid = torch.randn(8), made("said", {"x"}), made("unsaid", set())
+    assert explain(said, x, target="sm_90").kernels
+    with pytest.raises(Exception, match=r"kernel both \(test_launch_checks.py:\d+\) writes to x, which the triton_op"):
+        explain(lambda x: unsaid(x), x, target="sm_90")
+
+
 # -- calls that Triton would refuse -----------------------------------------------------------------------
 @triton.jit
 def plain(x, out, n, BLOCK: tl.constexpr = 64, DTYPE: tl.constexpr = None):

@@ -1,8 +1,10 @@
 """Launches of memory-bound kernels, seen with ``target="sm_90"``: sizes drawn at random with a fixed seed."""
 
+import importlib.util
 import random
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 import reflib
 from reflib.ir.program import Config, kernel_variants
 from reflib.observe.explain import Explanation
+from reflib.schedule import uneven
 
 HALF = torch.bfloat16
 
@@ -201,3 +204,93 @@ def test_what_is_filled_waits_for_what_needs_it() -> None:
     program = explained(step, *args).graphs[1].fused.program
     fill = next(i for i, n in enumerate(program.nodes) if not n.reads())
     assert set(program.nodes[fill].writes()) & set(program.nodes[fill + 1].writes())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_few_rows_that_were_scanned_are_reduced_where_they_were(seed: int) -> None:
+    """In the program that scans a row, however few there are: pieces of it were two more launches."""
+    rng = random.Random(seed)
+    batch, steps, heads = rng.randrange(1, 5), rng.randrange(256, 1024), rng.randrange(3, 33)
+
+    def decay(a: torch.Tensor) -> torch.Tensor:
+        c = F.logsigmoid(a.float()).cumsum(1)
+        return (c[:, -1:] - c).exp()
+
+    (kernel,) = launches(explained(decay, half(batch, steps, heads)))
+    (of_most,) = launches(explained(lambda a: (a.float().cumsum(1) * 2).amax(1), half(batch, steps, heads)))
+    assert "associative_scan" in kernel[1] and "associative_scan" in of_most[1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_halves_of_short_rows_are_no_columns(seed: int) -> None:
+    """Rows of fewer elements than a square has: it was compared as if it were full, and half of its threads idle."""
+    rng = random.Random(seed)
+    rows, length = rng.randrange(4000, 6000), rng.choice((32, 40, 48))
+
+    def latent(x: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, log_var = x.chunk(2, -1)
+        kl = 1 + log_var - mean.square() - log_var.exp()
+        return mean + (0.5 * log_var).exp() * noise, kl.float().sum(-1)
+
+    ((config, _),) = launches(explained(latent, half(rows, 2 * length), half(rows, length)))
+    assert config.reduction == "persistent" and config.rblock < 2 * length
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_large_transpose_has_a_launch_of_its_own(seed: int) -> None:
+    """Several parts go over memory in one order; tiles go along both sides."""
+    rng = random.Random(seed)
+    a, b = (torch.empty(rng.randrange(8, 16), 8 * rng.randrange(8, 30), rng.randrange(128, 300)) for _ in range(2))
+
+    def both(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return a.transpose(1, 2).contiguous(), b.transpose(1, 2).contiguous()
+
+    large, small = launches(explained(both, a, b)), launches(explained(both, a[:1, :, :60], b[:1, :, :60]))
+    assert [dict(config.extras).get("yblock", 0) > 1 for config, _ in large] == [True, True]
+    assert len(small) == 1
+
+
+TIES = """
+@triton.jit
+def ties(p, q, X: tl.constexpr, R: tl.constexpr):
+    x = tl.program_id(0) * X + tl.arange(0, X)[:, None]
+    at = x % 117 + 5733 * (x // 117) + 117 * tl.arange(0, R)[None, :]
+    tl.store(q + at, tl.load(p + at))
+"""
+
+
+def test_where_lanes_go_if_triton_sees_no_neighbours(tmp_path: Path) -> None:
+    compiler, backends = pytest.importorskip("triton.compiler"), pytest.importorskip("triton.backends.compiler")
+    (tmp_path / "ties.py").write_text("import triton\nimport triton.language as tl\n" + TIES)
+    spec = importlib.util.spec_from_file_location("ties", tmp_path / "ties.py")
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    types = {"p": "*bf16", "q": "*bf16", "X": "constexpr", "R": "constexpr"}
+    source = compiler.ASTSource(module.ties, types, {"X": 64, "R": 64})
+    compiled = compiler.compile(source, target=backends.GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    text = compiled.asm["ttgir"]
+    outer, inner = map(int, re.search(r"threadsPerWarp = \[(\d+), (\d+)\]", text).groups())  # type: ignore[union-attr]
+    assert (outer > inner) == uneven.outer_first()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("first", [False, True])
+def test_lanes_go_along_neighbours_that_triton_does_not_see(
+    seed: int, first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of an image whose channels are of an odd number, reduced over pixels: lanes go along the channels,
+    whichever dimension Triton takes."""
+    monkeypatch.setattr(uneven, "outer_first", lambda: first)
+    rng = random.Random(seed)
+    side, windows, channels = rng.randrange(5, 9), rng.randrange(6, 13), rng.randrange(91, 200) | 1
+    x = half(8, side * windows, side * windows, channels)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        x = torch.roll(x, (-3, -3), (1, 2))
+        x = x.view(8, windows, side, windows, side, channels).permute(0, 1, 3, 2, 4, 5).reshape(-1, side**2, channels)
+        return x + x.mean(1, keepdim=True)
+
+    ((config, source),) = launches(explained(fn, x))
+    assert config.reduction == "persistent" and config.xblock >= 16
+    x_at = re.search(r"tl.arange\(0, XBLOCK\)(\[.*\])", source)[1]  # type: ignore[index]
+    assert x_at == ("[:, None]" if first else "[None, :]")

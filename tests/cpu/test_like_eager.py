@@ -226,3 +226,20 @@ def test_batch_norm_in_training_is_what_eager_calls_on_a_gpu() -> None:
     assert all(equal_bits(a, b) for a, b in zip((*made[:3], *made[4:]), forward(x, w), strict=True))
     grads = aten.batch_norm_backward(x.cos(), x, w, w, w, w, w, True, 1e-5, [True, True, True], empty)
     assert all(equal_bits(a, b) for a, b in zip(grads, backward(x, w), strict=True))
+
+
+def test_what_eager_adds_in_any_order_is_added_here() -> None:
+    """Atomically, with what makes it; not where eager sorts, nor where the user forbids it."""
+    x, i, y = torch.empty(90, 8), torch.zeros(500, dtype=torch.int64), torch.empty(500, 8)
+
+    def calls(fn: Any, **options: Any) -> list[str]:
+        program = reflib.explain(fn, x, i, y, target="sm_90", **EAGER, **options).program
+        return [str(n.target) for n in program.nodes if isinstance(n, Extern)]
+
+    def adds(x: Tensor, i: Tensor, y: Tensor) -> list[Tensor]:
+        wide = i[:, None].expand_as(y)
+        return [x.index_add(0, i, y * 2), x.scatter_add(0, wide, y), x.scatter_reduce(0, wide, y, "sum")]
+
+    assert calls(adds) == []
+    assert len(calls(adds, atomics=False)) == 3
+    assert calls(lambda x, i, y: x.index_put((i,), y, True)) == ["aten.index_put.default"]

@@ -1,4 +1,4 @@
-"""The module that the chapter mini-compiler grows: each step by itself, and the whole against eager."""
+"""The module that two chapters grow, a compiler: each step by itself, and the whole against eager."""
 
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,12 @@ from reflib.lab import growing
 from reflib.lab import notebook as nb
 from tests.interpreter import interpreted
 
-CHAPTER = Path(__file__).parents[2] / "notebooks" / "mini-compiler.ipynb"
-CELLS = [cell.source for cell in nb.read(CHAPTER).cells if cell.cell_type == "code"]
-STEPS = growing.steps_of(CELLS)
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+FIRST, SECOND = (
+    [cell.source for cell in nb.read(NOTEBOOKS / f"{slug}.ipynb").cells if cell.cell_type == "code"]
+    for slug in ("mini-compiler", "mini-compiler-tuned")
+)
+STEPS = growing.steps_of([*FIRST, *SECOND])
 TITLES = list(STEPS)
 IT_RUNS = TITLES.index("print: build") + 1  # steps, after which
 
@@ -28,7 +31,7 @@ def module_after(number: int, name: str = "mini") -> dict[str, Any]:
 
 def block() -> tuple[nn.Module, torch.Tensor]:
     """The chapter's block, and an input for it."""
-    (source,) = [cell for cell in CELLS if "class Block" in cell]
+    (source,) = [cell for cell in FIRST if "class Block" in cell]
     names = {"nn": nn, "torch": torch, "F": nn.functional}
     exec(source.partition("def made")[0], names)
     torch.manual_seed(0)
@@ -39,7 +42,7 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((a - b).norm() < 1e-5 * b.norm())
 
 
-def test_the_chapter_has_ten_steps_in_the_order_of_the_book() -> None:
+def test_the_chapters_have_ten_steps_in_the_order_of_the_book() -> None:
     titles = list(dict.fromkeys(map(growing.step_of, STEPS)))
     wanted = ["trace", "loop nests", "print", "fuse", "online softmax", "products", "tune", "plan", "wrap", "package"]
     assert titles == wanted
@@ -140,3 +143,17 @@ def test_running_a_step_again_replaces_it() -> None:
         grown.after("two")
     with pytest.raises(LabError, match="cell of a notebook"):
         grown.step("three")
+
+
+def test_a_module_continues_that_of_another_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grown = growing.Growing("mini", continues="mini-compiler")
+    assert grown.text == growing.grown(growing.steps_of(FIRST).values())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "toy.ipynb").write_text(
+        '{"cells": [{"cell_type": "code", "source": ["toy.step(\\"one\\")\\n", "a = 1"]}]}'
+    )
+    toy = growing.Growing("toy", continues="toy")
+    toy.step("two", "b = a\n")
+    assert toy.text == "a = 1\nb = a\n" and toy.before("two") == "a = 1\n"
+    with pytest.raises(LabError, match=r"other\.ipynb is not here"):
+        growing.Growing("toy", continues="other")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import reflib
 from reflib.ir.interpret import interpret
-from reflib.ir.program import Extern, Program, Template
+from reflib.ir.program import Choice, Extern, Program, Template
 from reflib.lower import matmul, padding, strips
 from reflib.lower.context import LoweringContext
 from tests.choices import GPU, choices, program_of, with_variant
@@ -28,7 +28,9 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def products(program: Program) -> list[Extern]:
-    return [n for n in program.nodes if isinstance(n, Extern) and "mm" in str(n.target)]
+    """By themselves, or the first of a choice."""
+    first = (n.variants[0].nodes[0] if isinstance(n, Choice) else n for n in program.nodes)
+    return [n for n in first if isinstance(n, Extern) and "mm" in str(n.target)]
 
 
 def is_padded(program: Program) -> bool:

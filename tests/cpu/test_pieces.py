@@ -153,12 +153,16 @@ def test_parts_of_one_length_are_stored_by_one_kernel(seed: int, monkeypatch: py
     assert len(read) <= len(args) + len(found)
 
 
-def test_what_cannot_be_cut_is_a_call() -> None:
-    """Runs that are not whole sectors, and parts of many lengths, where each element would be chosen from all."""
+def test_what_cannot_be_cut() -> None:
+    """Runs that are not whole sectors, and parts of many lengths, where each element would be chosen from all: inputs
+    are copied to their places by kernels that share a launch, what a product gives is joined by a call."""
     assert len(kernels(lambda *x: torch.cat(x, 1), *[torch.empty(64, 12, 4, 4) for _ in range(20)])) == 1
     for lengths in ([12] * 20, [16 + 16 * k for k in range(20)]):
         parts = [torch.empty(64, n, dtype=torch.bfloat16) for n in lengths]
-        assert not kernels(lambda *x: torch.cat(x, 1), *parts)
+        e = reflib.explain(lambda *x: torch.cat(x, 1), *parts, target="sm_90")
+        assert len(e.kernels) == 1
+        square = torch.empty(64, 64, dtype=torch.bfloat16)
+        assert not kernels(lambda w, *x: torch.cat([w @ y for y in x], 1), square, *parts)
 
 
 @pytest.mark.sample(2)

@@ -187,3 +187,22 @@ def test_a_sorted_row_stays_whole(shape: tuple[int, ...]) -> None:
     assert not calls
     torch.testing.assert_close(got, fn(x).values, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(x.gather(-1, at[..., None])[..., 0], got, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_positions_that_were_found_are_sorted_in_a_kernel(seed: int) -> None:
+    """A topk's, brought to their order: no call of a sort of 64-bit integers."""
+    rng = random.Random(seed)
+    rows, length = rng.randint(1, 5), rng.randint(20, 900)
+    count, descending = rng.randint(17, length), rng.random() < 0.5
+
+    def kept(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        best, where = x.topk(count, -1)
+        where, order = where.view(rows, -1).sort(-1, descending=descending)
+        return where, best.gather(1, order)
+
+    x = torch.stack([torch.randperm(length) for _ in range(rows)]).float()
+    results, calls = computed(kept, x)
+    assert calls == 0
+    for got, want in zip(results, kept(x), strict=True):
+        assert torch.equal(got, want) and got.dtype == want.dtype

@@ -1,0 +1,131 @@
+"""Rows added where an index says, in their order: for ``Options.batch_invariant``, on a GPU.
+
+    out[v] = x[v] + sum over e, with index[e] = v, of new[e]
+
+Atomic additions have no order. Here the *index* is sorted, once for all sums by it; a kernel has a program per row of
+the result, which walks along its segment of the sorted positions and reads the rows of ``new`` through them::
+
+    places = index, in 16 bits where they hold the number of rows: two passes of a radix sort, where 64 bits take eight
+    order  = argsort(places), stable        first[v] = the number of places below v
+    out[v] = x[v] + sum over at from first[v] to first[v + 1] of new[order[at]]
+
+So E rows of W bytes are read once, and nothing but the result is written. (ATen's ``index_put`` sorts 64-bit numbers in
+each call.) A program adds LANES rows at a time, lane by lane, then neighbouring lanes in pairs: in that order however
+the tensors lie in memory. Sums are float32, and rounded once.
+
+A row that most of the others are added to takes as long as one program takes for them.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from reflib.ir.division import ceildiv
+from reflib.ir.expr import Expr, expr, product
+from reflib.ir.program import Extern, View
+from reflib.ir.user_kernel import UserKernel
+
+from .body import NestBuilder, where
+from .context import LoweringContext, contiguous_strides
+from .search import place_in
+
+aten = torch.ops.aten
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+SHORT = torch.iinfo(torch.int16).max  # rows that 16 bits tell apart, and one for what is added nowhere
+TILE, COLUMNS = 1024, 128  # elements that a program reads at once, of a row
+FEW, LANES = 8, 32  # rows
+ARGUMENTS = ("out", "x", "new", "order", "first", "columns")
+SOURCE = '''
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def segment_sums(
+    out, x, new, order, first, columns, GIVEN: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr
+):
+    blocks = tl.cdiv(columns, COLUMNS)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    start = tl.load(first + row)
+    end = tl.load(first + row + 1)
+    lane = tl.arange(0, LANES)
+    acc = tl.zeros([LANES, COLUMNS], tl.float32)
+    for at in range(start, end, LANES):
+        here = at + lane < end
+        e = tl.load(order + at + lane, mask=here, other=0)
+        mask = here[:, None] & inside[None, :]
+        acc += tl.load(new + e[:, None] * columns + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    for step in tl.static_range(8):
+        if LANES >> step > 1:
+            acc = tl.sum(tl.reshape(acc, [LANES >> (step + 1), 2, COLUMNS]), 1)
+    total = tl.reshape(acc, [COLUMNS])
+    if GIVEN:
+        total += tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * columns + column, total.to(out.dtype.element_ty), mask=inside)
+'''
+
+
+def segment_sums(cx: LoweringContext, x: View | None, index: View, new: View, skipped: int = -1) -> View | None:
+    """``x`` (None: zeros), the op's result, with the rows of ``new`` added where ``index`` says; those of index
+    ``skipped`` are not. None where that is not so: not for this option, or of other dtypes or layouts."""
+    if not cx.low.options.batch_invariant or not cx.on_gpu or cx.dtype not in FLOATS or new.dtype not in FLOATS:
+        return None
+    rows, width = cx.shape[0], product(cx.shape[1:])
+    if x is not None and cx.low.uniform.get(x.buffer) == 0:
+        x = None
+    count, given = product(index.shape), new if x is None else cx.readable(x)
+    new = cx.readable(new)
+    lie = [_contiguous(v) for v in (index, new, given)]
+    known = count.constant is not None and count.constant > 0 and rows.constant is not None and rows.constant < 2**30
+    if not all(lie) or not known or index.dtype not in (torch.int32, torch.int64):
+        return None
+    if (out := cx.out()).strides != contiguous_strides(cx.shape):
+        return None
+    order, first = _sorted(cx, replace(index, shape=(count,), strides=(expr(1),)), rows, skipped)
+    columns = min(COLUMNS, 1 << max(0, (width.constant or COLUMNS) - 1).bit_length())
+    lanes = LANES if count.constant > 64 * rows.constant else max(FEW, min(LANES, TILE // columns))  # type: ignore[operator]
+    call: list[tuple[str | int, ...]] = [(f"{name}=", i) for i, name in enumerate(ARGUMENTS)]
+    call += [("GIVEN=", str(x is not None)), ("LANES=", str(lanes)), ("COLUMNS=", str(columns))]
+    kernel = UserKernel("segment_sums", SOURCE, tuple(call), max(1, lanes * columns // TILE))
+    grid = (rows * ceildiv(width, expr(columns)), expr(1), expr(1))
+    args = (out, given, new, order, first, width)
+    cx.low.nodes.append(
+        Extern(cx.low.next_node(), kernel, args, (("grid", grid),), (), (out.buffer,), origins=(cx.origin,))
+    )
+    return out
+
+
+def _contiguous(v: View) -> bool:
+    return all(n == 1 or a == b for n, a, b in zip(v.shape, v.strides, contiguous_strides(v.shape)))
+
+
+def _sorted(cx: LoweringContext, index: View, rows: Expr, skipped: int) -> tuple[View, View]:
+    """Positions in ``index`` by what is there, and how many are below each row, and below their number."""
+    low = cx.low
+    key = "sorted", index, rows, skipped, sum(index.buffer in node.writes() for node in low.nodes)
+    if key not in low.moved:
+        most = rows.constant or 0
+        places = cx.temp("places", index.shape, torch.int16 if most <= SHORT else torch.int32)
+        k = NestBuilder(cx, index.shape)
+        at = k.load(index).to(torch.int64)
+        at = where(at < 0, at + most, at)
+        nowhere = (at < 0) | (at >= most)
+        nowhere = nowhere | at.eq(skipped) if skipped >= 0 else nowhere
+        k.store(places, where(nowhere, most, at).to(places.dtype))
+        k.finish()
+        ordered, order = cx.temp("ordered", index.shape, places.dtype), cx.temp("order", index.shape, torch.int64)
+        how = (("stable", True), ("dim", 0), ("descending", False))
+        outputs = ordered.buffer, order.buffer
+        why = "sums in one order: rows are sorted by their index"
+        low.nodes.append(
+            Extern(low.next_node(), aten.sort.stable, (places,), how, outputs, reason=why, origins=(cx.origin,))
+        )
+        first = cx.temp("first", (rows + 1,), torch.int32)
+        k = NestBuilder(cx, first.shape)
+        k.store(first, place_in(k, ordered, [], k.index(k.coords[0]).to(torch.int32), index.shape[0].constant or 0))
+        k.finish()
+        low.moved[key] = order, first
+    return low.moved[key]
