@@ -52,7 +52,7 @@ from ..target import Target
 from .dependencies import Dependencies, dependencies
 from .mapping import fresh
 from .one_order import has_order, pieces_by_length
-from .producers import makers
+from .producers import makers, steps_apart
 from .result import Fused
 
 BLOCK = 64  # a piece's length is a multiple of this where possible: generated loops go over rows in such steps
@@ -77,8 +77,7 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
     once its choices are made: the two steps of a reduction that was cut before are not cut again."""
     if not options.split_reductions:
         return fused
-    program, depends = fused.program, dependencies(fused.program)
-    nodes: list[Node] = []
+    program, depends, nodes = fused.program, dependencies(fused.program), list[Node]()
     buffers = dict(program.buffers)
     enough = 2 * target.units if target.is_gpu else sys.maxsize  # a thread of a CPU takes many rows
     for position, node in enumerate(program.nodes):
@@ -92,7 +91,7 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
             first, node = _by_rows(node, rows, buffers)
             nodes.append(first)
             pieces, least = pieces_wanted(node, buffers, target), 0
-        steps = None if options.batch_invariant else _steps(program, node, enough)
+        steps = None if options.batch_invariant else steps_apart(program, node, COLUMNS * enough, MOST)
         nodes += _split(node, pieces, buffers, least, steps) if pieces > 1 else [node]
     return replace(fused, program=replace(program, nodes=tuple(nodes), buffers=buffers))
 
@@ -310,16 +309,6 @@ class Cut:
     s: Axis
     t: Axis
     exact: bool
-
-
-def _steps(program: Program, loops: LoopNest, enough: int) -> Axis | None:
-    """The axis that another reduction keeps, and it alone: with its steps as pieces, both may be one kernel."""
-    for n in (n for n in program.nodes if isinstance(n, LoopNest) and n.reduced):
-        differ = [a for a, b in zip(loops.axes, n.axes) if a.kind != b.kind]
-        alike = [a.size for a in n.axes] == [a.size for a in loops.axes] and n.numel.hint() >= COLUMNS * enough
-        if alike and [a.kind for a in differ] == ["r"] and 1 < (differ[0].size.constant or 0) <= MOST:
-            return differ[0]  # (an instance norm's, whose weight's gradient is ``loops``)
-    return None
 
 
 def _split(loops: LoopNest, wanted: int, buffers: dict[str, Buffer], least: int, steps: Axis | None) -> list[Node]:
