@@ -176,7 +176,7 @@ def _axes_at(index: Expr, p: Producer, narrow: Exprs, widen: Exprs) -> Exprs:
 
 
 def steps_apart(program: Program, loops: LoopNest, results: int, most: int) -> Axis | None:
-    """The axis, of ``most`` steps, that another reduction, with as many ``results``, keeps, and it alone: with its steps
+    """The axis, of ``most`` steps, that another reduction, of ``results``, keeps, and it alone: with its steps
     as pieces of ``loops``, both may be one kernel (an instance norm's, and the gradient of its weight)."""
     for n in (n for n in program.nodes if isinstance(n, LoopNest) and n.reduced):
         differ = [a for a, b in zip(loops.axes, n.axes) if a.kind != b.kind]
