@@ -13,7 +13,7 @@ from math import inf
 import torch
 
 from ..ir.expr import Atom, BinOp, Expr, Var, expr, nonneg
-from ..ir.loops import BodyBuilder, Indirect, Load, LoopNest, Stmt, Store, map_stmt, stmt_args, stmt_exprs
+from ..ir.loops import Axis, BodyBuilder, Indirect, Load, LoopNest, Stmt, Store, map_stmt, stmt_args, stmt_exprs
 from ..ir.program import Program
 from .decided import Exprs, decided, narrowed, shared_loads, without_selects
 from .dependencies import Dependencies
@@ -173,3 +173,14 @@ def _axes_at(index: Expr, p: Producer, narrow: Exprs, widen: Exprs) -> Exprs:
         env[var] = (quotient if n == 0 or size == 0 else quotient % size).subs(widen)
         rest = rest % stride
     return env
+
+
+def steps_apart(program: Program, loops: LoopNest, results: int, most: int) -> Axis | None:
+    """The axis, of ``most`` steps, that another reduction, of ``results``, keeps, and it alone: with its steps
+    as pieces of ``loops``, both may be one kernel (an instance norm's, and the gradient of its weight)."""
+    for n in (n for n in program.nodes if isinstance(n, LoopNest) and n.reduced):
+        differ = [a for a, b in zip(loops.axes, n.axes) if a.kind != b.kind]
+        alike = [a.size for a in n.axes] == [a.size for a in loops.axes] and n.numel.hint() >= results
+        if alike and [a.kind for a in differ] == ["r"] and 1 < (differ[0].size.constant or 0) <= most:
+            return differ[0]
+    return None

@@ -52,7 +52,7 @@ from ..target import Target
 from .dependencies import Dependencies, dependencies
 from .mapping import fresh
 from .one_order import has_order, pieces_by_length
-from .producers import makers
+from .producers import makers, steps_apart
 from .result import Fused
 
 BLOCK = 64  # a piece's length is a multiple of this where possible: generated loops go over rows in such steps
@@ -77,8 +77,7 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
     once its choices are made: the two steps of a reduction that was cut before are not cut again."""
     if not options.split_reductions:
         return fused
-    program, depends = fused.program, dependencies(fused.program)
-    nodes: list[Node] = []
+    program, depends, nodes = fused.program, dependencies(fused.program), list[Node]()
     buffers = dict(program.buffers)
     enough = 2 * target.units if target.is_gpu else sys.maxsize  # a thread of a CPU takes many rows
     for position, node in enumerate(program.nodes):
@@ -92,7 +91,8 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
             first, node = _by_rows(node, rows, buffers)
             nodes.append(first)
             pieces, least = pieces_wanted(node, buffers, target), 0
-        nodes += _split(node, pieces, buffers, least) if pieces > 1 else [node]
+        steps = None if options.batch_invariant else steps_apart(program, node, COLUMNS * enough, MOST)
+        nodes += _split(node, pieces, buffers, least, steps) if pieces > 1 else [node]
     return replace(fused, program=replace(program, nodes=tuple(nodes), buffers=buffers))
 
 
@@ -311,13 +311,13 @@ class Cut:
     exact: bool
 
 
-def _split(loops: LoopNest, wanted: int, buffers: dict[str, Buffer], least: int = 0) -> list[Node]:
-    if (both := _cut_rows(loops, wanted)) is not None:
+def _split(loops: LoopNest, wanted: int, buffers: dict[str, Buffer], least: int, steps: Axis | None) -> list[Node]:
+    if steps is None and (both := _cut_rows(loops, wanted)) is not None:
         first, partials = first_step(*both, buffers)
         (rows,) = set(loops.reduced) - set(both[0].reduced)
         return [first, second_step(loops, rows.size * both[1].s.size, partials, buffers)]
-    loops, axis, pieces = with_axis(loops, wanted)
-    if reduces_columns(loops):
+    loops, axis, pieces = with_axis(loops, wanted) if steps is None else (loops, steps, int(steps.size))
+    if reduces_columns(loops) and steps is None:
         pieces = equal_pieces(axis, pieces, *((min(0.75, least / pieces), FAR) if least else ()))
     cut = cut_axis(axis, pieces, alone=all(a is axis or a.size == 1 for a in loops.reduced))
     first, partials = first_step(loops, cut, buffers)

@@ -68,7 +68,7 @@ WORTH = 0.75  # of the sectors: what is left where twice as many rows per progra
 PIECE = READ_BYTES // 2  # elements of half precision
 CACHE, KEPT = 32 << 20, 16384  # bytes; elements of a program
 HALF = 1024  # threads of a multiprocessor
-STEP, GROUPS = 8, 4  # elements of a thread, of pairs; sectors that WARP results read of one of their lists
+STEP, GROUPS = 8, 4  # elements of a thread, of pairs; sectors that WARP results read of a list, or a vector per group
 HELD = 256  # bytes: 64 registers
 LINE = 128  # bytes that L1 looks up at once
 LANE = 4  # bytes per lane with which a request is one line
@@ -197,7 +197,7 @@ def _pairs(config: Config, t: Any, target: Target) -> Config:
 def _kept(config: Config, t: Any) -> Config | None:
     """Columns that are read again, in registers where no cache would keep them until then."""
     s, x, length = t.space, config.xblock, t.space.r.size.constant
-    full = [a for a in accesses(s.loads, t.buffers) if a.varies(s.r) and a.sectors({s.x: WARP}) > 1]
+    full = [a for a in accesses(s.loads, t.buffers) if a.varies(s.r) and a.sectors({s.x: WARP}) > GROUPS]
     read = {b.name: b for b in (t.buffers[ld.buffer] for ld in s.loads if ld.index.has(s.r) and ld.index.has(s.x))}
     if length is None or t.passes == 1 or len(full) > 2 or sum(b.nbytes.hint() for b in read.values()) < CACHE:
         return None

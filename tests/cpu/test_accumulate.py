@@ -127,9 +127,7 @@ def _rows(seed: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("make", [_embedding, _rows])
-def test_rows_that_few_indices_name(
-    make: Callable[[int], Any], seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_few_indices_name(make: Callable[[int], Any], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many rows are summed as there are indices, and the rest is zero."""
     torch.manual_seed(seed)
     fn, (g, i) = make(seed)
