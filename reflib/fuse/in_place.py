@@ -43,7 +43,7 @@ from typing import Any
 import torch
 
 from .. import logs
-from ..ir.expr import Expr, product
+from ..ir.expr import Expr, nonneg, product
 from ..ir.loops import Load, LoopNest, Store
 from ..ir.program import Extern, Node, Program, View, full_view, iter_views
 from ..ir.rename import renamed
@@ -51,7 +51,7 @@ from ..ir.user_kernel import Launched
 from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies, inside, used_buffers
-from .places import LAUNCH, apart, moved, only_in_slice, plain, points, rehomed, slice_points, within
+from .places import LAUNCH, apart, folded, moved, only_in_slice, plain, points, rehomed, slice_points, within
 from .result import Fused, Reason, Refusal
 from .slice_stores import Stores
 from .slices import same_layout, whole_copy
@@ -164,6 +164,8 @@ class _Deciding:
             return ""  # on its way to an input
         if place is None:
             return f"it is not known where in {root} the elements of {u.old} are"
+        if u.kind != "same" and not plain(place, buffers[root]) and folded(place):
+            return f"elements of {u.old} may share their places in {root}"
         given_back = puts_back(self.program, u, self.places, place)
         if u.kind == "slice" and buffers[root].kind != "input" and not given_back:
             return ""
@@ -233,7 +235,8 @@ class _Deciding:
         buffer = self.program.buffers[b]
         if isinstance(x, View):
             there = within(x, buffer, place)
-            return None if there is None else points(there)
+            forward = there is not None and all(map(nonneg, there.strides))  # a tensor's strides are not negative
+            return points(there) if there is not None and forward else None
         return moved(x, buffer, place)
 
     def _conflict(self, u: Update, group: _Group, where: View) -> str:

@@ -181,6 +181,8 @@ def _whole(p: Producer, work: _Work) -> tuple[Producer, list[Producer]]:
             if read in parts or work.calls[q.position] != work.calls[p.position] or size + len(q.loops.body) > most:
                 continue
             twice = _reads_positions(q.loops) and len(work.readers[read]) > 1  # under two masks, it would be two
+            if any(work.depends.written_between(b, q.position, p.position + 1) for b in q.loops.reads()):
+                continue  # (an input that is written, perhaps by ``p``: what is there now is another value)
             if not twice and _alone(q, work.depends) and _moves_less(p.loops, q, work):
                 parts[read] = q
                 size += len(q.loops.body)

@@ -35,6 +35,17 @@ def plain(place: View, buffer: Buffer) -> bool:
     return all(s == t for n, s, t in zip(place.shape, place.strides, buffer.strides) if n != 1)
 
 
+def folded(place: View) -> bool:
+    """May two elements be in one place? (It is not proved that each stride is beyond what smaller ones reach.)"""
+    dims = [(-s if s.hint() < 0 else s, n) for n, s in zip(place.shape, place.strides) if n != 1]
+    below = expr(1)
+    for stride, size in sorted(dims, key=lambda d: d[0].hint()):
+        if not nonneg(stride - below):
+            return True
+        below = below + (size - 1) * stride
+    return False
+
+
 def moved(index: Expr, buffer: Buffer, place: View) -> Expr | None:
     """An index into ``buffer``, which lives at ``place``, as an index into that one's buffer; None: not known."""
     if plain(place, buffer):

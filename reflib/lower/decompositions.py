@@ -42,13 +42,13 @@ def decompositions(numerics: str = "fast") -> dict[Any, Callable[..., Any]]:
 @lru_cache(1)
 def _table(_registered: int, _rules: int) -> dict[Any, Callable[..., Any]]:
     """Collected again when an op is registered: it takes 35 ms, a third of a small graph's compile time."""
-    table = dict(core_aten_decompositions())
     packets = [getattr(aten, n) for n in _TAKE_APART if hasattr(aten, n)]
-    table.update(get_decompositions(packets))
-    for change in PARTS.values():
-        table.update(change(table))
+    table = {**core_aten_decompositions(), **get_decompositions(packets)}
     whole = set(overloads(*_KEEP_WHOLE)) | set(RULES)
-    return {op: fn for op, fn in table.items() if op not in whole and not _random(op)}
+    table = {op: fn for op, fn in table.items() if op not in whole and not _random(op)}
+    for change in PARTS.values():  # (of a rule's ops, too: those that it does not take)
+        table.update(change(table))
+    return table
 
 
 def _random(op: Any) -> bool:

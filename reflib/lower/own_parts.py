@@ -38,6 +38,7 @@ def own_parts(table: Mapping[Any, Parts]) -> dict[Any, Parts]:
         aten.take.default: take,
         aten._unique.default: unique,
         aten.stack.default: partial(stack, table[aten.stack.default]),
+        **{op: partial(into_own_places, op) for op in overloads("diagonal_scatter", "select_scatter", "slice_scatter")},
     }
 
 
@@ -83,6 +84,13 @@ def row_major(parts: Parts, order: Callable[..., Any], x: torch.Tensor, *args: A
     """Eager's results on a CPU are contiguous, in ``order``; torch's parts keep any strides of ``x``."""
     out = parts(x, *args, **kwargs)
     return out if x.is_cuda else tuple(t.contiguous(memory_format=order(t)) for t in out)
+
+
+def into_own_places(op: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """An expanded tensor is copied first, as in eager; then the op is kept. (In torch 2.11 it has, by its meta
+    function, the strides of what it is of: elements in one place, of which one is stored to.)"""
+    overlaps = any(isinstance(s, int) and s == 0 and n != 1 for n, s in zip(x.shape, x.stride()))
+    return op(x.clone(), *args, **kwargs) if overlaps else NotImplemented
 
 
 def take(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

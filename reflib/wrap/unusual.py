@@ -43,7 +43,26 @@ def eager_for_unusual(
         return call
     if isinstance(what, torch.fx.GraphModule):
         return _forward(call, what, inputs)
-    return _backward(call, what.scheduled) if what.graph.name == "backward" else call
+    return _backward(call, what.scheduled) if what.graph.name == "backward" else _bases(call, what.graph.module)
+
+
+def _bases(call: Callable[[list], Any], module: torch.fx.GraphModule) -> Callable[[list], Any]:
+    """``call``, given as much of each base as at capture. AOTAutograd passes arguments that are in one storage as that
+    storage, a tensor: of a call's it is all; of those at capture, which are fake, it may be what they need."""
+    given = [n for n in module.graph.nodes if n.op == "placeholder"]
+    bases = [i for i, n in enumerate(given) if type(n.meta.get("desc")).__name__ == "SyntheticBaseAOTInput"]
+    sizes = [(i, n) for i in bases if isinstance(n := given[i].meta["val"].numel(), int)]
+    if not sizes:
+        return call
+
+    def run(args: list) -> Any:
+        for i, n in sizes:
+            if args[i].numel() < n:
+                raise ArgumentError(f"arguments in a storage of {args[i].numel()} elements, which had {n}")
+            args[i] = args[i][:n]
+        return call(args)
+
+    return run
 
 
 def _forward(call: Callable[..., Any], module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

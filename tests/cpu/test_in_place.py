@@ -194,3 +194,37 @@ def test_one_place_is_filled_again_after_a_sum(wrapper: str) -> None:
     x = torch.randn(5, 6)
     got = reflib.compile(fn, verify=True, wrapper=wrapper)(x)
     torch.testing.assert_close(got, fn(x))
+
+
+def turned_back(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A copy that lives in the input backwards is no tensor that a call could be given."""
+    x.masked_scatter_(x > 0, x.flip(1).contiguous())
+    return x[None].masked_scatter_(x[None] > 0, x[None].flip(1).contiguous())
+
+
+def expanded(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A copy of an expanded part has elements of its own."""
+    x.masked_scatter_(x > 0, y)
+    rows = x[:1].expand(3, 6).clone().masked_scatter_(y[:3] > 0, y)
+    return x[:1].copy_(rows[:1])
+
+
+@pytest.mark.parametrize("fn", [turned_back, expanded])
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_calls_update_what_has_a_place_of_its_own(fn: Callable[..., Any], wrapper: str) -> None:
+    torch.manual_seed(4)
+    check(fn, reflib.compile(fn, wrapper=wrapper, verify=True), torch.randn(4, 6), torch.randn(4, 6))
+
+
+def test_what_is_written_is_not_computed_from_what_was_written() -> None:
+    """The input's new value is computed again where it is read, but not from itself. (Inputs in one storage: what
+    AOTAutograd passes is the base, which is updated by ``as_strided_scatter``.)"""
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x.transpose(0, 0).copy_(torch.slice_scatter(x, x[:1] + 1, 0, 0, 1))
+        y.sum()
+        return torch.cat([x.double().softmax(0), x.double()], 0)
+
+    base = torch.randn(4, generator=torch.Generator().manual_seed(5))
+    args = [torch.empty(0).set_(base.untyped_storage(), 0, (1,), (1,)) for _ in range(2)]
+    check(fn, reflib.compile(fn, verify=True), *args)

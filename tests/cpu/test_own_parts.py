@@ -59,3 +59,28 @@ def test_the_gradient_of_a_filled_number() -> None:
     torch._dynamo.reset()
     got, want = (torch.autograd.grad(f(x, at, value), (x, value)) for f in (reflib.compile(fn), fn))
     assert all(map(torch.allclose, got, want))
+
+
+SCATTERS = [
+    lambda x: x.diagonal_scatter(x.new_zeros(2, 2), 0, 0, 2),
+    lambda x: x.select_scatter(x.new_zeros(2, 2), 0, 1),
+    lambda x: x.slice_scatter(x.new_zeros(1, 2, 2), 0, 2),
+]
+
+
+@pytest.mark.parametrize("scatter", SCATTERS)
+def test_scattered_into_an_expanded_tensor(scatter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.11 has it, whose meta functions keep the strides."""
+    monkeypatch.setattr(
+        torch._meta_registrations, "_scatter_meta_output", torch._prims_common.clone_preserve_strides, raising=False
+    )
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = scatter(x.expand(3, 2, 2))
+        return y, y.diagonal(0, 0, 1) * 2
+
+    x = torch.randn(1, 2, 2, generator=torch.Generator().manual_seed(3))
+    torch._dynamo.reset()
+    got, want = torch.compile(fn, backend="reflib", options={"verify": True})(x), fn(x)
+    torch.testing.assert_close(got, want)
+    assert got[0].stride() == want[0].stride()

@@ -32,6 +32,25 @@ def test_a_view_of_what_is_written_to(wrapper, apart):
         torch.testing.assert_close((got, mine), (want, eager))
 
 
+@BOTH
+def test_both_in_a_larger_storage(wrapper):
+    """AOTAutograd passes all of it, of which it saw what the arguments need."""
+
+    def fn(x, y):
+        x.masked_scatter_(x > 2, y * 2)
+        return x.cumsum(0) + y.flip(0)
+
+    def args(n):
+        memory = torch.arange(float(n)).untyped_storage()
+        return [torch.empty(0).set_(memory, 0, (N,), (1,)) for _ in range(2)]
+
+    f = reflib.compile(fn, wrapper=wrapper, dynamic=False)
+    with torch.no_grad():
+        for n in (N + 4, N, N + 1):
+            mine, eager = args(n), args(n)
+            torch.testing.assert_close((f(*mine), mine), (fn(*eager), eager))
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @BOTH
 def test_elements_in_one_place(wrapper, dynamic):
