@@ -490,14 +490,10 @@ def differences(fn: Callable[..., Any], compiled: Callable[..., Any], args: tupl
 
 
 def main(wanted: list[str]) -> dict[str, str]:
-    return {
-        f"{name}, {'fallback' if fallback else 'fast'}, {'dynamic' if dynamic else 'static'}": told(
-            problem, name, fallback, dynamic
-        )
-        for name in wanted or list(PROGRAMS)
-        for fallback in ((False,) if name in ONE_PASS else (False, True))
-        for dynamic in (False, True)
-    }
+    ways = [(False, False), (False, True), (True, False), (True, True)]
+    runs = [(n, f, d) for n in wanted or PROGRAMS for f, d in ways if not f or n not in ONE_PASS]
+    names = {f"{n}, {'fallback' if f else 'fast'}, {'dynamic' if d else 'static'}": (n, f, d) for n, f, d in runs}
+    return {name: told(problem, *each) for name, each in names.items()}
 
 
 if __name__ == "__main__":

@@ -27,9 +27,8 @@ def epilogue_of(program: Program, choice: Choice, a: Variant) -> Epilogue | None
     """What the kernels behind a product do, if they become its epilogue; None where none does: a reader reduces, or
     reads other than one element per point, or all wait for a later call; and where they only cast, or reductions, with
     what reads these, are all that reads what they make, and the result is stored as well: the next kernel can do that,
-    and reads less. (Distances and two masks of them,
-    for the extremes of rows: 14 us behind 512 x 512 of depth 128 in float32 on an H200, 6 without, and the kernel of
-    the rows is no faster.)"""
+    and reads less. (Distances and two masks of them, for the extremes of rows: 14 us behind 512 x 512 of depth 128 in
+    float32 on an H200, 6 without, and the kernel of the rows is no faster.)"""
     own = [n for n in a.nodes[1:] if isinstance(n, LoopNest)]
     points = max(program.buffers[b].numel.hint() for b in choice.outputs)
     result, inside, late, others = set(choice.outputs), set(choice.outputs), set[str](), program.output_buffers()

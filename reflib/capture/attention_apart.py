@@ -64,7 +64,8 @@ def attend(
         query = query.reshape(*query.shape[:-3], key.shape[-3], -1, query.shape[-1])
     wide = torch.float32 if query.dtype in HALVES else query.dtype
     scores = torch.matmul(query.to(wide), key.to(wide).transpose(-2, -1))
-    scores = scores.reshape(*heads, key.shape[-2]) * (scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
+    scores = scores.reshape(*heads, key.shape[-2]) if groups else scores
+    scores = scores * (scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
     if is_causal:
         rows, columns = (torch.arange(n, device=scores.device) for n in scores.shape[-2:])
         scores = torch.where(columns <= rows[:, None], scores, -math.inf)
@@ -78,7 +79,8 @@ def attend(
     weights = torch.dropout(weights.to(query.dtype), dropout_p, dropout_p > 0)
     if groups:
         weights = weights.reshape(*query.shape[:-1], key.shape[-2])
-    return torch.matmul(weights, value).reshape(*heads, value.shape[-1])
+    out = torch.matmul(weights, value)
+    return out.reshape(*heads, value.shape[-1]) if groups else out
 
 
 def attend_inside(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -96,8 +98,12 @@ def _fused(query: Any, key: Any, value: Any, mask: Any, dropout_p: float) -> boo
     if dropout_p or gradient or query.dtype not in (*HALVES, torch.float32):
         return False
     alike = all(t.ndim == 4 and t.dtype == query.dtype and t.shape[0] == query.shape[0] for t in tensors)
-    heads = (query.shape[-1], value.shape[-1], query.shape[1], key.shape[1])
-    return alike and all(isinstance(n, int) for n in heads) and max(heads[:2]) <= LARGEST_HEAD
+    if not alike:
+        return False
+    widths, heads = (query.shape[-1], value.shape[-1]), [t.shape[1] for t in tensors]
+    if not all(isinstance(n, int) for n in (*widths, *heads)) or not heads[1] or heads[0] % heads[1]:
+        return False
+    return max(widths) <= LARGEST_HEAD and heads[1] == heads[2]  # (else heads of one are broadcast)
 
 
 def _flex(query: Any, key: Any, value: Any, mask: Any, is_causal: bool, scale: float | None) -> torch.Tensor:

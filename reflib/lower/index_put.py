@@ -23,7 +23,7 @@ def index_put(
     if accumulate:
         alone = indices[0] if len([i for i in indices if i is not None]) == 1 else None
         shaped = alone is not None and list(values.shape) == [*alone.shape, *x.shape[1:]]
-        if shaped and alone is not None and (out := segment_sums(cx, x, alone, values)) is not None:
+        if shaped and alone is not None and (out := segment_sums(cx, x, alone, values, wraps=True)) is not None:
             return out
         return put(cx, x, indices, values, add)
     return _masked(cx, x, indices, values) or put(cx, x, indices, values, scatter)

@@ -120,8 +120,7 @@ def _runs(cx: LoweringContext, parts: Sequence[View], d: int) -> list[list[int]]
     """Parts, by number, that are stored in their places, fused with what computes them (embeddings of many columns,
     side by side): up to ``MAX_CAT_INPUTS`` that follow each other by one loop nest, if they have one shape and none is
     reduced. None where less is computed than copied, which one kernel or call does for all at once, of rows too short
-    to be stored apart, or for more launches than the copy takes: small kernels share one, unless they write to one
-    tensor."""
+    to be stored apart, or for more launches than the copy takes (those that small kernels may share are counted)."""
     row = prod(cx.shape[d + 1 :], start=expr(1)) * cx.dtype.itemsize
     loops = [node for node in cx.low.nodes if isinstance(node, LoopNest)]
     computed, reduced = ({b for n in found for b in n.writes()} for found in (loops, [n for n in loops if n.reduced]))

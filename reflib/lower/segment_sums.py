@@ -68,9 +68,12 @@ def segment_sums(
 '''
 
 
-def segment_sums(cx: LoweringContext, x: View | None, index: View, new: View, skipped: int = -1) -> View | None:
+def segment_sums(
+    cx: LoweringContext, x: View | None, index: View, new: View, skipped: int = -1, wraps: bool = False
+) -> View | None:
     """``x`` (None: zeros), the op's result, with the rows of ``new`` added where ``index`` says; those of index
-    ``skipped`` are not. None where that is not so: not for this option, or of other dtypes or layouts."""
+    ``skipped`` are not. ``wraps``: negative ones count from the end. None where that is not so: not for this option, or
+    of other dtypes or layouts."""
     if not cx.low.options.batch_invariant or not cx.on_gpu or cx.dtype not in FLOATS or new.dtype not in FLOATS:
         return None
     rows, width = cx.shape[0], product(cx.shape[1:])
@@ -84,7 +87,7 @@ def segment_sums(cx: LoweringContext, x: View | None, index: View, new: View, sk
         return None
     if (out := cx.out()).strides != contiguous_strides(cx.shape):
         return None
-    order, first = _sorted(cx, replace(index, shape=(count,), strides=(expr(1),)), rows, skipped)
+    order, first = _sorted(cx, replace(index, shape=(count,), strides=(expr(1),)), rows, skipped, wraps)
     columns = min(COLUMNS, 1 << max(0, (width.constant or COLUMNS) - 1).bit_length())
     lanes = LANES if count.constant > 64 * rows.constant else max(FEW, min(LANES, TILE // columns))  # type: ignore[operator]
     call: list[tuple[str | int, ...]] = [(f"{name}=", i) for i, name in enumerate(ARGUMENTS)]
@@ -102,19 +105,19 @@ def _contiguous(v: View) -> bool:
     return all(n == 1 or a == b for n, a, b in zip(v.shape, v.strides, contiguous_strides(v.shape)))
 
 
-def _sorted(cx: LoweringContext, index: View, rows: Expr, skipped: int) -> tuple[View, View]:
+def _sorted(cx: LoweringContext, index: View, rows: Expr, skipped: int, wraps: bool) -> tuple[View, View]:
     """Positions in ``index`` by what is there, and how many are below each row, and below their number."""
     low = cx.low
-    key = "sorted", index, rows, skipped, sum(index.buffer in node.writes() for node in low.nodes)
+    key = "sorted", index, rows, skipped, wraps, sum(index.buffer in node.writes() for node in low.nodes)
     if key not in low.moved:
         most = rows.constant or 0
         places = cx.temp("places", index.shape, torch.int16 if most <= SHORT else torch.int32)
         k = NestBuilder(cx, index.shape)
         at = k.load(index).to(torch.int64)
-        at = where(at < 0, at + most, at)
-        nowhere = (at < 0) | (at >= most)
+        nowhere = (at < (-most if wraps else 0)) | (at >= most)
         nowhere = nowhere | at.eq(skipped) if skipped >= 0 else nowhere
-        k.store(places, where(nowhere, most, at).to(places.dtype))
+        row = k.index(k.indirect(at, rows, wraps))
+        k.store(places, where(nowhere, most, row).to(places.dtype))
         k.finish()
         ordered, order = cx.temp("ordered", index.shape, places.dtype), cx.temp("order", index.shape, torch.int64)
         how = (("stable", True), ("dim", 0), ("descending", False))

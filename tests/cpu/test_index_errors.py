@@ -109,6 +109,23 @@ def test_a_gpus_assertions() -> None:
     assert "aten.gather.default" in texts and str(Path.home()) not in ptx
 
 
+def test_a_gpus_assertions_of_sums_in_one_order() -> None:
+    """An index that is sorted is checked as well; from the end counts what ``index_put`` is given alone."""
+
+    def fn(w, i, y):
+        of_table = torch.ops.aten.embedding_dense_backward(y, i, 10, 3, False)
+        return w.index_add(0, i, y), w.index_put((i + 1,), y, accumulate=True), of_table
+
+    args = torch.randn(10, 4), torch.tensor([1, 9, 0]), torch.randn(3, 4)
+    for said in (False, True):
+        options = {"batch_invariant": True, "assert_indirect_indexing": said}
+        stages = reflib.explain(fn, *args, target="sm_90", **options)
+        lines = [line for k in stages.kernels for line in k.source.splitlines() if "device_assert" in line]
+        ops = {line.split("aten.")[1].split(".")[0] for line in lines}
+        assert ops == ({"index_add", "index_put", "embedding_dense_backward"} if said else set())
+        assert str(stages.program).count("aten.sort.stable(") == 3  # (padding is skipped; -1 is a row for one alone)
+
+
 def test_assertions_as_they_run() -> None:
     """(A process of its own, for Triton's interpreter.)"""
     pytest.importorskip("triton")
