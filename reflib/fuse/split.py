@@ -165,7 +165,7 @@ def _pieces(
     """Into how many parts a row should be cut (1: not at all); and how many equal parts are better than unequal ones,
     at least (0: only about as many). Neighbours of unequal parts are kernels of their own."""
     strided = reduces_columns(loops)
-    if loops.rnumel.hint() < MIN_SCAN and _of_scan(program, depends, position, loops):
+    if loops.reduced and loops.rnumel.hint() < MIN_SCAN and _of_scan(program, depends, position, loops):
         return 1, 0
     if options.batch_invariant and has_order(loops):
         whole = not strided and _of_softmax(program, depends, position, loops)

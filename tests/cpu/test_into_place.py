@@ -156,7 +156,7 @@ def test_a_padded_tensor_serves_who_reads_no_padding(target: str) -> None:
 @pytest.mark.parametrize("target", ["cpu", "sm_90"])
 def test_rows_are_read_once_by_what_normalizes_them_and_stores_its_part(target: str) -> None:
     """In half precision too, where a norm's result is some steps away from its sums."""
-    x, y = (torch.randn(RANDOM.randrange(60, 90), 256, dtype=torch.bfloat16) for _ in range(2))
+    x, y = torch.randn(2, RANDOM.randrange(60, 90), 256, dtype=torch.bfloat16)
     w = torch.randn(256, dtype=torch.bfloat16)
     norms = [lambda t: t.softmax(1), lambda t: F.layer_norm(t, (256,), w, w), lambda t: F.rms_norm(t, (256,), w).relu()]
     for norm in norms:
