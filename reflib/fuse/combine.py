@@ -33,7 +33,7 @@ from .result import Fused
 from .split import reduces_columns
 
 MAX_POINTS = 1 << 21  # of 4 bytes: 8 MB
-TURNED_POINTS = 1 << 16  # ... of what a kernel of tiles would move, each along its own contiguous side
+TURNED_POINTS = 1 << 18  # ... of what a kernel of tiles would move along both sides: there a launch more costs as much
 MAX_BUFFERS = 100
 MAX_PARTS = 32
 MAX_BYTES = 40 << 20  # of temporary tensors
