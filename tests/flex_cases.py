@@ -100,7 +100,11 @@ class Case:
                 return f"{i}: {g.dtype} {g.shape} {g.stride()}, eager's is {e.dtype} {e.shape} {e.stride()}"
             same = (g == w) | (g.isnan() & w.isnan())
             error, allowed = torch.where(same, 0.0, (g - w).abs()), torch.where(e == w, 0.0, (e - w).abs())
-            if not bool((error <= 2 * allowed.max() + floor * w[w.isfinite()].abs().max()).all()):
+            # What a number of a table gathers over all rows has one draw of the output's roundings, in eager as here
+            # (p is rounded before it is divided here, after it there): "slopes learned" in bfloat16 is off by 2.7 times
+            # as much, which the same formula in float64 with only these roundings gives to three digits.
+            often = 4 if self.learns and i == len(got) - 1 else 2
+            if not bool((error <= often * allowed.max() + floor * w[w.isfinite()].abs().max()).all()):
                 return f"{i}: off by {error.max().item():.1e} where eager is by {allowed.max().item():.1e}"
         return ""
 
