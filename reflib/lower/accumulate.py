@@ -47,11 +47,10 @@ UNORDERED = frozenset(overloads("index_add", "scatter_add", "scatter_reduce"))
 def possible(cx: LoweringContext, dtype: torch.dtype) -> bool:
     """May the op's result, of ``dtype``, be summed atomically?"""
     options = cx.low.options
-    asked = vars(options)["_asked"].get("atomics", True)
-    like_eager = options.numerics == "eager" and cx.node.target in UNORDERED and asked
+    like_eager = options.numerics == "eager" and cx.node.target in UNORDERED and options.but(numerics="fast").atomics
     ordered = torch.are_deterministic_algorithms_enabled() and dtype.is_floating_point
     exact = options.batch_invariant and not dtype.is_floating_point  # whatever their order
-    atomics = options.atomics or exact or like_eager and not options.batch_invariant
+    atomics = options.atomics or exact or like_eager
     return cx.on_gpu and atomics and dtype in SUMMED_IN and not ordered
 
 
