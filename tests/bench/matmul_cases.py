@@ -4,7 +4,8 @@
     long     relu(a @ b): longer K on larger outputs, squares, skinny ones
     llm      the weights of a transformer with 7 billion parameters: linear + GELU, linear + residual
 
-On a GPU a set has one 16-bit dtype: the other has the same bytes, the same rate and the same candidates. A budget may cut a set short, so sizes are interleaved: any first part of a set has small and large ones in it.
+On a GPU a set has one 16-bit dtype: the other has the same bytes, the same rate and the same candidates. A budget may
+cut a set short, so sizes are interleaved: any first part of a set has small and large ones in it.
 """
 
 import math
