@@ -91,7 +91,8 @@ def run(
     left, now = max(0.0, bench.left - 10), time.time()
     rounds = min(ROUNDS, bench.job["rounds"])
     job = {**bench.job, "rounds": rounds, "cases": names, "claims": str(claims), "compile_threads": each,
-           "peers": bench.peers, "skip": [], "first": [], "peers_until": now + PEER_SHARE * left, "until": now + left - 10}  # fmt: skip
+           "peers": bench.peers, "skip": [], "first": [], "peers_until": now + PEER_SHARE * left,
+           "until": now + left - 10}  # fmt: skip
     deadline = time.monotonic() + left
     rows: list[Row] = []
     lock, stopped = threading.Lock(), threading.Event()
