@@ -88,15 +88,16 @@ def palette(cases: Sequence[str]) -> dict[str, int]:
         who = case.replace(",", " ").split(" ")[0]
         if who in ALWAYS and ALWAYS.index(who) not in found.values():
             found[case] = ALWAYS.index(who)
-    grey = {LIMIT: len(COLOURS) - 1} if LIMIT in cases else {}
-    places = (i for i in itertools.count(len(ALWAYS)) if i not in grey.values())
-    return found | grey | {case: next(places) for case in cases if case not in found | grey}
+    if LIMIT in cases:
+        found[LIMIT] = len(COLOURS) - 1
+    places = (i for i in itertools.count(len(ALWAYS)) if i != len(COLOURS) - 1)
+    return found | {case: next(places) for case in cases if case not in found}
 
 
 def colour(index: int) -> str:
-    """Of a place in the palette; beyond its end the places behind ALWAYS begin again."""
-    rest = COLOURS[len(ALWAYS) :]
-    return COLOURS[index] if index < len(COLOURS) else rest[(index - len(ALWAYS)) % len(rest)]
+    """Of a place in the palette; beyond its end those between ALWAYS and LIMIT begin again."""
+    rest = COLOURS[len(ALWAYS) : -1]
+    return COLOURS[index] if index < len(COLOURS) else rest[(index - len(COLOURS)) % len(rest)]
 
 
 def colours(cases: Sequence[str]) -> dict[str, Any]:

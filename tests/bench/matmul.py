@@ -2,12 +2,12 @@
 ours), and one at a time measures.
 
     python -m tests.bench gpu --only matmul --match splitk --budget 560 --out splitk.json
-    python -m tests.bench gpu --only matmul --match splitk+fp16 --peers none --budget 110       ours and eager alone
+    python -m tests.bench gpu --only matmul --match splitk+64x --peers none --budget 110        ours and eager alone
     CUDA_VISIBLE_DEVICES=3 python -m tests.bench gpu --only matmul --share sets --out sets/3.json --budget 240
                                   one of several, a GPU each, that divide the cases; run again, they go on
     python -m tests.bench.matmul splitk.jsonl long.jsonl ...      tables of what several runs left
     python -m tests.bench.matmul splitk.jsonl long.jsonl ... --record notebooks/recorded/matmul.h200.json
-                                                                  the same as rows that notebooks show
+                                  the same as rows that notebooks show (without files: sets and cells anew)
 
 Rows go to OUT.jsonl as soon as they are known, so a run that is cut short loses only the cases it was at. A case is
 timed while no other process of the run measures (reflib's ``device_lock``), and beside a reference kernel (quiet.py).
@@ -32,6 +32,7 @@ Row = dict[str, Any]
 PEER_SHARE = 0.65  # of the time: after that the peer compiles for no further case, so that ours reaches all
 STALL = 120  # seconds without a row
 AT_ONCE = 4  # processes per GPU
+ROUNDS = 15  # as many as in the tuner's race: what is measured keeps others from measuring
 
 
 def section(bench: Any) -> None:
@@ -88,8 +89,10 @@ def run(
     each = max(1, cores // at_once)
     environment = {**environment, "TORCHINDUCTOR_COMPILE_THREADS": str(each)}
     left, now = max(0.0, bench.left - 10), time.time()
-    job = {**bench.job, "cases": names, "claims": str(claims), "compile_threads": each, "peers": bench.peers,
-           "skip": [], "first": [], "peers_until": now + PEER_SHARE * left, "until": now + left - 10}  # fmt: skip
+    rounds = min(ROUNDS, bench.job["rounds"])
+    job = {**bench.job, "rounds": rounds, "cases": names, "claims": str(claims), "compile_threads": each,
+           "peers": bench.peers, "skip": [], "first": [], "peers_until": now + PEER_SHARE * left,
+           "until": now + left - 10}  # fmt: skip
     deadline = time.monotonic() + left
     rows: list[Row] = []
     lock, stopped = threading.Lock(), threading.Event()
@@ -131,7 +134,7 @@ def after(job: Row, ended: children.Ended) -> Row:
 def main(words: list[str]) -> None:
     """A recording of the rows in these files, or tables of them; of a case that is in several, the last counts."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.matmul")
-    parser.add_argument("files", nargs="+", metavar="FILE.jsonl")
+    parser.add_argument("files", nargs="*", metavar="FILE.jsonl")
     parser.add_argument("--record", type=Path, metavar="FOLDER/matmul.GPU.json")
     given = parser.parse_args(words)
     if given.record:

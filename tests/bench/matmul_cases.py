@@ -4,7 +4,8 @@
     long     relu(a @ b): longer K on larger outputs, squares, skinny ones
     llm      the weights of a transformer with 7 billion parameters: linear + GELU, linear + residual
 
-A budget may cut a set short, so sizes are interleaved: any first part of a set has small and large ones in it.
+On a GPU a set has one 16-bit dtype: the other has the same bytes, the same rate and the same candidates. A budget may
+cut a set short, so sizes are interleaved: any first part of a set has small and large ones in it.
 """
 
 import math
@@ -91,11 +92,11 @@ _SHORT = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 def cases(device: str, quick: bool = False) -> dict[str, list[MatmulCase]]:
     """{set: its cases, in the order they are measured}: one dtype after the other, sizes interleaved."""
     big = device == "cuda"
-    half = (FP16, BF16) if big else (FP32, BF16)
+    small = (FP32, BF16)
     made = {
-        "splitk": _relu("splitk", _splitk_shapes(big), half),
-        "long": _relu("long", LONG + SQUARE + SKINNY if big else TINY_LONG, half),
-        "llm": _llm(WEIGHTS if big else TINY_WEIGHTS, BATCHES if big else (1, 16), half[::-1] if big else half),
+        "splitk": _relu("splitk", _splitk_shapes(big), (FP16,) if big else small),
+        "long": _relu("long", LONG + SQUARE + SKINNY if big else TINY_LONG, (FP16,) if big else small),
+        "llm": _llm(WEIGHTS if big else TINY_WEIGHTS, BATCHES if big else (1, 16), (BF16,) if big else small),
     }
     return {name: found[: 6 if big else 3] if quick else found for name, found in made.items()}
 

@@ -11,6 +11,7 @@ product. How many cases a set has, measured or not, is a row too. Then the cells
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ STATUS = {"wrong": "wrong", "crashed": "crashed", "exit code": "crashed", "hung"
 def record(paths: Sequence[str], target: Path) -> None:
     """Write the recording, and fill the cells of the notebooks in the folder above it that show recorded rows."""
     before = list(recording.load(target)[0]) if target.exists() else []
-    rows = joined(before, rows_of(runs(paths)))
+    rows = counted(joined(before, rows_of(runs(paths))))
     if len(devices := {row.device for row in rows}) != 1:
         raise SystemExit(f"a recording is of one device, not of {len(devices)}: {', '.join(sorted(devices))}")
     recording.dump(target, [row.to_data() for row in rows], [])
@@ -79,9 +80,7 @@ def rows_of(found: Sequence[Run]) -> list[LabRow]:
         for case, by in contenders_of(rows).items():
             if case not in latest or PEER_MAX in by or not latest[case][0]:
                 latest[case] = (PEER_MAX in by, about, by)
-    made = [lab_row(who, row, about) for _, about, by in latest.values() for who, row in by.items()]
-    places = {row["set"]: about for _, about, by in latest.values() for row in by.values()}
-    return made + [count_row(name, about) for name, about in places.items()]
+    return [lab_row(who, row, about) for _, about, by in latest.values() for who, row in by.items()]
 
 
 def contenders_of(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
@@ -119,9 +118,16 @@ def place(name: str, where: str) -> dict[str, Any]:
     return at | ({"weights": case.label.split()[1]} if case.set == "llm" else {})
 
 
-def count_row(name: str, about: Row) -> LabRow:
-    count = len(matmul_cases.cases(about["where"])[name])
-    return LabRow(name, ALL_CASES, "count", count, "", **origin(about))
+def counted(rows: Sequence[LabRow]) -> list[LabRow]:
+    """With a row for each set: how many cases it has now, measured or not."""
+    rows = [row for row in rows if row.case != ALL_CASES]
+    last = {row.name: row for row in rows}
+    every = matmul_cases.cases("cuda" if any(row.clock == "graph" for row in rows) else "cpu")
+    return rows + [
+        replace(row, case=ALL_CASES, metric="count", value=len(every[name]), unit="", spread=None, at={}, clock="",
+                cache="", status="ok", note="")
+        for name, row in last.items()
+    ]  # fmt: skip
 
 
 def origin(about: Row) -> dict[str, Any]:

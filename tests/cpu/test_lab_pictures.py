@@ -79,6 +79,7 @@ def test_who_is_in_many_figures_has_the_same_colour_in_all():
     assert palette(["limit", "a", "b", "c", "d", "reflib"]) == {"reflib": 2, "limit": 6, "a": 3, "b": 4, "c": 5, "d": 7}
     assert colours(["limit", "reflib"]) == {"domain": ["limit", "reflib"], "range": [COLOURS[6], COLOURS[2]]}
     assert palette(["parts: 1", "parts: 4"]) == {"parts: 1": 3, "parts: 4": 4}
+    assert COLOURS[-1] not in {colour(i) for i in palette(list("abcdefgh")).values()}  # the limit's
     assert not {colour(i) for i in range(3, 30)} & set(COLOURS[:3])
 
 
