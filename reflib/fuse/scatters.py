@@ -13,7 +13,7 @@ ends of a graph's edges) is a sum of tensors, each filled with zeros and added t
     out = a + b                                          out = a
 
 Of k such tensors of S bytes, k S are filled and k S read back; in one, S and S. The order of atomic additions is open
-in any case.
+in any case. A sum that is copied, as here to ``out``, is made there at once: no S is read back.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ from ..ir.expr import Ref, product
 from ..ir.loops import Const, Load, LoopNest, Op, Stmt, Store, stmt_args
 from ..ir.program import Program
 from ..ir.rename import renamed
-from ..ir.transforms import eliminate_dead
+from ..ir.transforms import eliminate_dead, select
 from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies
@@ -69,21 +69,41 @@ def _added(buffer: str, c: FusionContext) -> bool:
 
 
 def one_sum(fused: Fused, options: Options, target: Target) -> Fused:
-    """Sums of sums become one. The same results but for the order of additions. Assumes a legal order."""
+    """Sums of sums become one, and are not copied. The same results but for the order of additions. Assumes a legal
+    order."""
     program = fused.program
     d = dependencies(program)
-    names: dict[str, str] = {}
+    names, copies = dict[str, str](), dict[str, str]()
     nodes = list(program.nodes)
     for position, node in enumerate(nodes):
         while isinstance(node, LoopNest) and (found := _sum_of_sums(program, d, position, node, names)):
             keep, gone, body = found
             node = nodes[position] = replace(node, body=body)
             names |= {gone: keep, **{old: keep for old, new in names.items() if new == gone}}
-    if not names:
+        if isinstance(node, LoopNest) and (copied := _copied(program, d, position, node)):
+            at, sum, copy = copied
+            rest = (i for i in range(len(node.body)) if i != at)
+            nodes[position] = replace(node, body=eliminate_dead(select(node.body, rest)))
+            copies[sum] = copy
+    if not names and not copies:
         return fused
     fills = {d.writers[b][0] for b in names}
     nodes = [n if i in fills else renamed([n], (), names)[0][0] for i, n in enumerate(nodes)]
+    nodes, _ = renamed((n for n in nodes if not isinstance(n, LoopNest) or n.body), (), copies)
     return fused.regrouped(drop_stores(replace(program, nodes=tuple(nodes))))
+
+
+def _copied(program: Program, d: Dependencies, position: int, node: LoopNest) -> tuple[int, str, str] | None:
+    """A store in ``node`` of what a sum that nothing else reads has there: its position, the sum and the copy."""
+    for i, s in enumerate(node.body):
+        x = node.body[s.value] if isinstance(s, Store) and not s.reduce else None
+        if not (isinstance(s, Store) and isinstance(x, Load)) or x.mask is not None or x.index != s.index:
+            continue
+        sum, copy = program.buffers[x.buffer], program.buffers[s.buffer]
+        whole = node.numel == copy.numel and d.writers[copy.name] == [position] and copy.kind == "temp"
+        if whole and same_layout(sum, copy) and _fill(program, d, sum.name, position) is not None:
+            return i, sum.name, copy.name
+    return None
 
 
 def _sum_of_sums(

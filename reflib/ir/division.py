@@ -160,21 +160,20 @@ def ceildiv(n: IntLike, d: IntLike) -> Expr:
 
 
 def join_div_mod(e: Expr) -> Expr:
-    """``(a//d)*d*c + (b%d)*c``, where ``a%d`` is ``b%d``, is ``a*c``: a split undone that is not needed any more."""
-    if len(e.terms) < 2:
-        return e
-    for m, c in e.terms:
-        for a in m:
-            if isinstance(a, BinOp) and (found := _split(e, a)) is not None:
-                quotient, d, whole = found
-                rest = Expr(((tuple(x for x in m if x is not a), c),))
-                want = rest * d * quotient
-                have = dict(e.terms)
+    """``(a//d)*d*c + (b%d)*c``, where ``a%d`` is ``b%d``, is ``a*c``, and with ``(a//d)%n`` for ``a//d`` it is
+    ``a%(d*n)*c``: a split undone that is not needed any more."""
+    divided = [(m, c, a) for m, c in e.terms for a in m if isinstance(a, BinOp)] if len(e.terms) > 1 else []
+    for m, c, a in divided:
+        if (found := _split(e, a)) is not None:
+            quotient, d, whole = found
+            rest = Expr(((tuple(x for x in m if x is not a), c),))
+            digits = [b for _, _, b in divided if b.fn == "%" and b.a == quotient]
+            have = dict(e.terms)
+            for upper, n in ((quotient, None), *((expr(b), b.b) for b in digits)):
+                want = rest * d * upper
                 if want.terms and all(have.get(wm) == wc for wm, wc in want.terms):
-                    for wm, _ in want.terms:
-                        del have[wm]
-                    del have[m]
-                    return normal(have) + rest * whole
+                    kept = normal({t: k for t, k in e.terms if t != m and t not in dict(want.terms)})
+                    return kept + rest * (whole if n is None else mod(whole, d * n))
     return e
 
 
@@ -189,5 +188,6 @@ def _split(e: Expr, a: BinOp) -> tuple[Expr, Expr, Expr] | None:
         return None
     if isinstance(inner, BinOp) and inner.fn == "//":
         return floordiv(inner.a, inner.b * a.b), a.b, a.a
-    atoms = (x for m, _ in e.terms for x in m if isinstance(x, BinOp) and x.fn == "//" and x.b == a.b)
+    around = (x for m, _ in e.terms for y in m if isinstance(y, BinOp) for x in (y, y.a.atom))
+    atoms = (x for x in around if isinstance(x, BinOp) and x.fn == "//" and x.b == a.b)
     return next(((expr(x), x.b, x.a) for x in atoms if x.a == a.a or mod(x.a, x.b) == expr(a)), None)

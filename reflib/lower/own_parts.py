@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._decomp import get_decompositions
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm, suggest_memory_format
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from reflib.capture.interpolation import LINEAR, NEAREST
 
@@ -24,12 +25,14 @@ def own_parts(table: Mapping[Any, Parts]) -> dict[Any, Parts]:
     legit = "_native_batch_norm_legit"
     norms = overloads("native_batch_norm", legit, f"{legit}_no_training", f"{legit}_functional")
     log_sigmoid = aten.log_sigmoid_forward.default
+    nearests = get_decompositions([getattr(aten, name).default for name in NEAREST])
     unpools = {aten.max_unpool2d.default: 2, aten.max_unpool3d.default: 3}
     return {
         **{op: partial(max_unpool, dims) for op, dims in unpools.items()},
         **{op: partial(counted_wide, table[op]) for op in means},
         **{op: partial(linspace, table[op]) for op in overloads("linspace") if op in table},
-        **get_decompositions([getattr(aten, name).default for name in (*LINEAR, *NEAREST)]),
+        **get_decompositions([getattr(aten, name).default for name in LINEAR]),
+        **{op: partial(nearest, parts) for op, parts in nearests.items()},
         **{op: partial(pixels, table[op]) for op in (aten.pixel_shuffle.default, aten.pixel_unshuffle.default)},
         aten.channel_shuffle.default: partial(channels, table[aten.channel_shuffle.default]),
         **{op: partial(laid_out, table[op]) for op in _OF_TWO if op in table},
@@ -66,6 +69,35 @@ def stack(parts: Parts, tensors: list[torch.Tensor], dim: int = 0) -> torch.Tens
 def pixels(parts: Parts, x: torch.Tensor, factor: int) -> torch.Tensor:
     """Eager's result lies like ``x`` on a CPU, as torch's parts have it, and is contiguous on a GPU."""
     return parts(x, factor).contiguous() if x.is_cuda else parts(x, factor)
+
+
+def nearest(parts: Parts, x: torch.Tensor, sizes: list[Any], *scales: float | None) -> torch.Tensor:
+    """By whole factors every element is repeated, at places that follow from its own: no position is computed, none is
+    unknown. (Of torch's parts each output is read at a number that was converted from floating point.)"""
+    given = [*scales, *[None] * (len(sizes) - len(scales))]
+    factors = [_whole_factor(m, n, scale) for m, n, scale in zip(x.shape[2:], sizes, given)]
+    if None in factors or set(factors) == {1}:
+        return parts(x, sizes, *scales)
+    order = suggest_memory_format(x) if x.dim() > 3 else torch.contiguous_format
+    few = x.is_cuda and x.dim() == 4 and x.shape[1] < 4  # eager's result is contiguous then
+    last = order is not torch.contiguous_format and not few
+    x, times = (x.movedim(1, -1), [1, *factors, 1]) if last else (x, [1, 1, *factors])
+    apart = x.reshape([s for m in x.shape for s in (m, 1)]).expand([s for m, k in zip(x.shape, times) for s in (m, k)])
+    out = apart.reshape([m * k for m, k in zip(x.shape, times)])
+    return out.movedim(-1, 1) if last else out
+
+
+def _whole_factor(m: Any, n: Any, scale: float | None) -> int | None:
+    """The number k of outputs per input, ``n`` of ``m``, if output i reads input i // k also in float32, in which eager
+    computes where that is: at i or at i + 0.5."""
+    known = isinstance(m, int) and isinstance(n, int) and m > 0
+    k = int(scale or 0) if not known else n // m
+    if k < 1 or scale not in (None, k) or not statically_known_true(n == m * k):
+        return None
+    step = c_float(1 / k).value
+    positions = ((i // k, c_float(x * step).value) for i in range(n if known else 0) for x in (i, i + 0.5))
+    exact = k & (k - 1) == 0 or known and all(i == int(at) for i, at in positions)
+    return k if exact else None
 
 
 def channels(parts: Parts, x: torch.Tensor, groups: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ from reflib.ir.expr import (
     minimum,
     mod,
     nonneg,
+    product,
     upper_bound,
 )  # fmt: skip
 
@@ -145,6 +146,23 @@ def test_digits_of_a_cut_index_join() -> None:
     places = 405 * floordiv(mod(n, size[2]), size[1]) + 24300 * floordiv(n, size[2])
     assert mod(n, size[0]) + 15 * floordiv(mod(n, size[1]), size[0]) + places == n
     assert floordiv(mod(n, size[2]), size[1]) + 60 * floordiv(n, size[2]) == floordiv(n, size[1])
+
+
+RADICES = [expr(n) for n in (2, 3, 4, 5, 8, 64)] + [expr(SYMS[0]), expr(SYMS[2]), expr(SYMS[2]) * 4]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(RADICES), min_size=2, max_size=5), st.permutations(range(5)), st.data())
+def test_neighbouring_digits_join(radices, order, data):
+    """Digits of a number in mixed radices, one above another, weighed as in the number: one digit of a larger radix, in
+    whatever order they are added."""
+    x, first = expr(Sym("x", 0)), data.draw(st.integers(0, len(radices) - 2))
+    digits, below, weight = [], product(radices[:first]), expr(1)
+    for radix in radices[first:]:
+        digits.append(mod(floordiv(x, below * weight), radix) * weight)
+        weight = weight * radix
+    total = sum((digits[i] for i in order if i < len(digits)), expr(3))
+    assert total == mod(floordiv(x, below), weight) + 3
 
 
 def test_range():

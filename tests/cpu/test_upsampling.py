@@ -59,6 +59,24 @@ def test_one_dimension_and_three() -> None:
         assert not compiled.externs
 
 
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+@pytest.mark.parametrize("channels", [3, 5])
+def test_whole_factors_compute_no_position(mode: str, channels: int) -> None:
+    """Of any order of dimensions in memory; a third is rounded in float32, which no position shows."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return F.interpolate(x.sin(), scale_factor=(4, 3), mode=mode)
+
+    x = torch.randn(2, channels, 5, 6)
+    for order in (torch.contiguous_format, torch.channels_last):
+        given = x.to(memory_format=order)
+        assert not compare(f, given, dynamic=False).externs
+        (node,) = on_gpu(f, given).fused.nodes
+        assert not any(isinstance(s, Indirect) or getattr(s, "op", "") == "cast" for s in node.body)
+    volume = torch.randn(2, 5, 2, 3, 4).to(memory_format=torch.channels_last_3d)
+    compare(lambda x: F.interpolate(x, scale_factor=2, mode=mode), volume, dynamic=False)
+
+
 def test_sizes_known_at_run_time() -> None:
     grow = torch.randn(2, 3, 5, 6).requires_grad_()
     compare(lambda x: F.interpolate(x, scale_factor=2, mode="nearest"), grow, backward=True, dynamic=True)
