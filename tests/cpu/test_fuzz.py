@@ -216,6 +216,15 @@ UPDATE = (
     "{p}.copy_(torch.select_scatter({p}, {p}.select({d}, 0) * 2, {d}, 0))", "torch.add({p}, {b}, out={p})",
     "torch.cumsum({p}.clone(), {d}, out={p})", "{p}.copy_({p}.sort({d}, stable=True)[0])",
     "torch.sort({p}.clone(), stable=True, dim={d}, out=({p}, torch.zeros_like({p}, dtype=torch.int64)))[0]",
+    "{p}.index_put_(({p} > 0,), torch.ones((), dtype={p}.dtype, device={p}.device))", "{p}.cumsum_({d})",
+    "torch._foreach_mul_([{p}], 2) or {p}", "{p}.put_(torch.tensor([0], device={p}.device), {p}.reshape(-1)[:1] + 1)",
+    "{p}.scatter_add_({d}, torch.zeros_like({p}, dtype=torch.int64), {p} * 2)", "{p}.tril_()", "{p}.addmm_({p}, {p})",
+    "{p}.scatter_reduce_({d}, torch.zeros_like({p}, dtype=torch.int64), {p}.clone(), 'amax')", "{p}.squeeze_()",
+    "{p}.sub_({p}.sum({d}, keepdim=True))", "{p}.mul_({p}.select({d}, 0).unsqueeze({d}))", "{p}.add_({p}.flip({d}))",
+    "{p}.unflatten({d}, (-1, 1)).add_(1)", "{p}.movedim({d}, 0).copy_({b})", "torch.maximum({p}, {b}, out={p})",
+    "F.silu({p}, inplace=True)", "F.threshold({p}, 0, 1, inplace=True)", "{p}.copy_({q}.clone())", "{p}.add_({q})",
+    "torch.stack([{p}[0], {p}[0] * 2], out={p}[:2])", "torch.cat([{p}.clone()[1:], {p}[:1] * 3], out={p})",
+    "torch.cat([{p}.clone()[1:], {p}[:1] * 3], out={q})", "torch.sum({p}.clone(), {d}, out={p}.select({d}, 0))",
 )  # fmt: skip
 JOINED = (  # parts of one tensor that calls and kernels make
     "torch.cat([{p} * 2, {p}.cumsum({d})], {d})", "F.pad({p}, (0, 3))", "F.pad({p}.sort({d}, stable=True)[0], (1, 2))",
