@@ -216,6 +216,15 @@ UPDATE = (
     "{p}.copy_(torch.select_scatter({p}, {p}.select({d}, 0) * 2, {d}, 0))", "torch.add({p}, {b}, out={p})",
     "torch.cumsum({p}.clone(), {d}, out={p})", "{p}.copy_({p}.sort({d}, stable=True)[0])",
     "torch.sort({p}.clone(), stable=True, dim={d}, out=({p}, torch.zeros_like({p}, dtype=torch.int64)))[0]",
+    "{p}.index_put_(({p} > 0,), torch.ones((), dtype={p}.dtype, device={p}.device))", "{p}.cumsum_({d})",
+    "torch._foreach_mul_([{p}], 2) or {p}", "{p}.put_(torch.tensor([0], device={p}.device), {p}.reshape(-1)[:1] + 1)",
+    "{p}.scatter_add_({d}, torch.zeros_like({p}, dtype=torch.int64), {p} * 2)", "{p}.tril_()", "{p}.addmm_({p}, {p})",
+    "{p}.scatter_reduce_({d}, torch.zeros_like({p}, dtype=torch.int64), {p}.clone(), 'amax')", "{p}.squeeze_()",
+    "{p}.sub_({p}.sum({d}, keepdim=True))", "{p}.mul_({p}.select({d}, 0).unsqueeze({d}))", "{p}.add_({p}.flip({d}))",
+    "{p}.unflatten({d}, (-1, 1)).add_(1)", "{p}.movedim({d}, 0).copy_({b})", "torch.maximum({p}, {b}, out={p})",
+    "F.silu({p}, inplace=True)", "F.threshold({p}, 0, 1, inplace=True)", "{p}.copy_({q}.clone())", "{p}.add_({q})",
+    "torch.stack([{p}[0], {p}[0] * 2], out={p}[:2])", "torch.cat([{p}.clone()[1:], {p}[:1] * 3], out={p})",
+    "torch.cat([{p}.clone()[1:], {p}[:1] * 3], out={q})", "torch.sum({p}.clone(), {d}, out={p}.select({d}, 0))",
 )  # fmt: skip
 JOINED = (  # parts of one tensor that calls and kernels make
     "torch.cat([{p} * 2, {p}.cumsum({d})], {d})", "F.pad({p}, (0, 3))", "F.pad({p}.sort({d}, stable=True)[0], (1, 2))",
@@ -252,20 +261,26 @@ def updating(draw: Any) -> tuple[Program_, bool, bool]:
     values = program.args()
     backward = draw(st.integers(0, 3)) == 0
     program.options = one(HOW)
+    n = len(inputs)
+    if backward:  # of leaves that require grad nothing is updated
+        program.steps = [one(("v{} * 1", "v{}.clone()")).format(i) for i in range(n)]
+        values += [v.clone() for v in values]
     for _ in range(draw(st.integers(2, 7))):
-        step = _update(draw, one, values) if draw(st.integers(0, 2)) else _step(draw, one, values)
+        own = n if backward else 0
+        step = _update(draw, one, values, own) if draw(st.integers(0, 2)) else _step(draw, one, values)
         if step is not None:
             program.steps.append(step[0])
             values.append(step[1])
     assume(any("_(" in s for s in program.steps))
-    n, last = len(inputs), len(values) - 1
+    last = len(values) - 1
     program.outputs = sorted({last, *draw(st.lists(st.integers(n, last), max_size=2))})
     program.apart_first = any(i.view for i in inputs) and draw(st.booleans())
     return program, draw(st.integers(0, 2)) == 0, backward
 
 
-def _update(draw: Any, one: Any, values: list[Any]) -> tuple[str, Any] | None:
-    a, b = draw(st.integers(0, len(values) - 1)), draw(st.integers(0, len(values) - 1))
+def _update(draw: Any, one: Any, values: list[Any], own: int) -> tuple[str, Any] | None:
+    """Of one of the values from number ``own`` on."""
+    a, b = draw(st.integers(own, len(values) - 1)), draw(st.integers(0, len(values) - 1))
     parts = [_filled(draw, values, a, one(PART)) for _ in range(2)]
     if parts[0] is None or parts[1] is None:
         return None
@@ -384,14 +399,14 @@ def judge(
     backward: bool = False,
     apart_first: bool = False,
     **options: Any,
-) -> list[str]:
-    """What is wrong with the compiled function."""
+) -> list[str] | None:
+    """What is wrong with the compiled function; None where eager refuses."""
     torch._dynamo.reset()
     if backward:
         args = [a.detach().requires_grad_() if a.dtype.is_floating_point else a for a in args]
     eager = call(fn, args, backward=backward)
     if eager.error is not None:
-        return []
+        return None
     wide = call(fn, args, backward=backward, wide=True)
     compiled = torch.compile(fn, backend=Backend(Options(verify=True, **options)), dynamic=dynamic)
     if apart_first:
@@ -442,9 +457,10 @@ def run_fuzz(examples: int, round_seed: int | None, failed: dict[str, str], kind
         if text not in failed:
             if failed and time.monotonic() - found_at > SHRINK:
                 return  # small enough
-            ran += 1
             args = program.args()
             problems = judge(program.function(), args, dynamic, backward, program.apart_first, **program.options)
+            assume(problems is not None)
+            ran += 1
             if not problems:
                 return
             found_at = found_at or time.monotonic()
