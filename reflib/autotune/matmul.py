@@ -215,7 +215,8 @@ def fits(p: Problem, t: Tiling, target: Target) -> bool:
 
 def _depths(p: Problem) -> tuple[int, ...]:
     """Sizes of k: 64 to 256 bytes of a row."""
-    return (64, 128, 256) if p.dtype in FP8 else (32, 64, 128) if p.dtype in HALVES else (16, 32, 64)
+    sizes = (64, 128, 256) if p.dtype in FP8 else (32, 64, 128) if p.dtype in HALVES else (16, 32, 64)
+    return tuple(k * p.denser() for k in sizes)
 
 
 def _tiled(p: Problem, target: Target) -> Iterator[Tiling]:

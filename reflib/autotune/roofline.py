@@ -12,6 +12,8 @@ units' rate, nor than its bytes at the memory's. A product of M x N x K does 2MN
 * a multiprocessor receives bytes_in_flight / latency and no more (Little's law): stages x block bytes x programs
   (128 x 11008 x 4096 on an H200, blocks of 128x128x64: 33 us with 4 stages, 28 us with 6);
 * the first block of a program is waited for, and its tile stored, while nothing multiplies (but for ``persistent``);
+* what computes an operand takes instructions, and warps enough to hide how long each one takes: 4 warps with large
+  blocks (1 x 7168 x 8192, int8 weights, blocks of 16x256x128) took 50 us, where memory needs 14;
 * an epilogue's loads and stores are few at a time: a thread has its part of the tile in registers, and few left;
 * split-K stores float32 parts, waits for all of a tile's, and reads them back.
 
@@ -40,12 +42,15 @@ LATENCY = 0.8e-6  # s, from memory; what a program waits for its first block
 BUSY = 1.5e-6  # s, the same while all multiprocessors read all the time, as they do for larger products than split-K's
 CLOCK = 1.7e9  # Hz: within a fifth on all of these
 SHARED_BYTES_PER_CLOCK = 128
+LANES = 128  # of a multiprocessor: instructions of one thread that it starts per clock
 L2_BYTES_PER_CLOCK = 64  # into one multiprocessor
 STEP = 100e-9  # s: a step of the loop over depth, whatever is in it: its products wait for each other
 START = 3.5e-9  # s: from the start of one program to that of the next, until all multiprocessors are full
 HAND_IN = 0.6e-6  # s: from storing a part to having seen all
 WAIT = 2.5e-9  # s: for each of a tile's parts
 PART = 0.27e-9  # s: an element of a part, stored, read back and added
+WORK = 6  # instructions per element of an operand that is computed (counted in kernels for sm_90: 5 to 6)
+WARPS = 16  # of a multiprocessor, with which its four schedulers start an instruction in nearly each cycle
 EPILOGUE = 64  # bytes of an epilogue that a thread has in flight: four accesses (seen in kernels of 16 and 32 blocks)
 
 
@@ -129,9 +134,19 @@ class Problem:
         """Of shared memory. What lies outside of the matrices is not read: ``step_traffic``."""
         return int(t.k * (t.m * self.a_bytes + t.n * self.b_bytes))
 
+    def made(self, t: Tiling) -> int:
+        """Elements that a step computes."""
+        return t.k * (t.m * ("a" in self.computed) + t.n * ("b" in self.computed))
+
     def made_bytes(self, t: Tiling) -> int:
         """Of shared memory, for a block of what is computed."""
-        return t.k * (t.m * ("a" in self.computed) + t.n * ("b" in self.computed)) * self.dtype.itemsize
+        return self.made(t) * self.dtype.itemsize
+
+    def denser(self) -> int:
+        """How many times as many elements of a row of what an operand is computed from are as long as the product's."""
+        each = [b for name, b in (("a", self.a_bytes), ("b", self.b_bytes)) if name in self.computed]
+        times = self.dtype.itemsize / max(min(each, default=self.dtype.itemsize), 0.5)
+        return 4 if times > 3 else 2 if times > 1.5 else 1
 
     def step_traffic(self, t: Tiling) -> float:
         _, m, n, _ = self.sizes
@@ -167,7 +182,7 @@ def accumulators(t: Tiling) -> int:
 def resident(p: Problem, t: Tiling, target: Target) -> int:
     """Programs of this tiling that one multiprocessor holds at once."""
     threads = t.num_warps * target.warp
-    registers = threads * min(255, 48 + accumulators(t) * 32 // target.warp)
+    registers = threads * min(255, 48 + accumulators(t) * 32 // target.warp + p.made(t) // (2 * threads))
     return max(1, min(target.shared // shared_bytes(p, t, target), REGISTERS // registers, THREADS // threads))
 
 
@@ -216,6 +231,9 @@ def estimate(p: Problem, t: Tiling, target: Target) -> float:
     busy, steps, traffic = min(programs, units), p.steps(t), p.step_traffic(t)
     rate = flops_per_second(p.dtype if tensor_cores(target) else torch.float32, target, p.tf32)
     compute = load * steps * 2 * t.m * t.n * t.k / (rate / units * efficiency(p, t, target))
+    if p.computed:
+        busy_warps = min(1.0, together * t.num_warps / WARPS)
+        compute += load * steps * p.made(t) * WORK / (LANES * CLOCK * busy_warps)
     in_flight = together * max(1, min(t.num_stages - 1, steps)) * traffic
     latency = LATENCY if t.kind == "split" else BUSY
     into = min(in_flight / latency, L2_BYTES_PER_CLOCK * CLOCK, 1e9 * r.l2 / busy)

@@ -16,6 +16,7 @@ from .roofline import NARROW, Problem, shared_bytes, tensor_cores
 BLOCKS = (16, 32, 64, 128, 256)
 # Parts of a wave that split-K's programs make up. Fewer have more depth each, and fewer parts to add.
 WAVES = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 5 / 6, 1, 2)
+MORE_WAVES = (*WAVES, 3, 4)  # where an operand is computed: that takes warps
 DEEP = 2048  # depth from which on few results are surely split
 WORDS = 16  # of all parts, that a thread adds up: they are on their way at once
 LEAST = 16  # points that a program adds up: rows of 8 are slower
@@ -81,16 +82,19 @@ def _blocks(most: int, depth: int) -> list[tuple[Block, int]]:
 
 # -- all others -------------------------------------------------------------------------------------
 def all_splits(p: Problem, target: Target) -> Iterator[Tiling]:
-    """Depth shared among programs: one per multiprocessor or fewer. Each takes its depth in two steps or more, so that
-    the first is multiplied while the second is loaded, and keeps as many blocks in flight as shared memory holds."""
+    """Depth shared among programs: one per multiprocessor or fewer, or a few where they compute an operand. Each takes
+    its depth in two steps or more, so that the first is multiplied while the second is loaded, and keeps as many blocks
+    in flight as shared memory holds."""
     if not able(target):
         return
     depth, unit = p.sizes[3], 1 if p.dtype in NARROW else 2
     for m, n, k in itertools.product(BLOCKS, BLOCKS, (32, 64, 128)):
         for warps, ways in _ways(m, n):
-            base = Tiling("split", m, n, k // unit, warps, warps_k=ways)
+            base = Tiling("split", m, n, k * p.denser() // unit, warps, warps_k=ways)
             tiles = p.tiles(base)
-            for waves in WAVES if tiles <= target.units and base.k // ways >= 16 else ():
+            if tiles > target.units or base.k // ways < 16:
+                continue
+            for waves in MORE_WAVES if p.computed else WAVES:
                 splits = whole_splits(depth, base.k, round(waves * target.units) // tiles)
                 c = replace(base, splits=splits)
                 if splits > 1 and p.steps(c) > 1 and (c := deepest(p, c, target)).num_stages > 2:

@@ -64,6 +64,7 @@ def complete_the_interpreter() -> None:
     interpreter.ReduceOps.generic_reduce = _tree_reduce
     interpreter.InterpreterBuilder.create_dot = _dot
     interpreter.InterpreterBuilder.create_fma = _fma
+    interpreter.InterpreterBuilder.create_si_to_fp = _from_integer
     tl.inline_asm_elementwise = _read_words
     cuda: Any = importlib.import_module("triton.language.extra.cuda")
     cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
@@ -76,6 +77,13 @@ def _fma(self: Any, x: Any, y: Any, z: Any) -> Any:
     with np.errstate(all="ignore"):
         wide = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
         return interpreter.TensorHandle(wide.astype(z.data.dtype), z.dtype.scalar)
+
+
+def _from_integer(self: Any, x: Any, to: Any) -> Any:
+    """To bfloat16 by way of float32: the interpreter would take the number for its bits."""
+    import triton.language as tl
+
+    return self.cast_impl(self.cast_impl(x, tl.float32) if to.scalar == tl.bfloat16 else x, to)
 
 
 def _as_libdevice(fn: Any) -> Any:

@@ -29,9 +29,11 @@ from prologue_cases import (
 )
 
 import reflib
-from reflib.autotune.matmul import template_variants
+from reflib.autotune.matmul import _tiled, fits, template_variants
 from reflib.autotune.prologue import NAME, with_prologues
 from reflib.autotune.question import question_of
+from reflib.autotune.roofline import Problem, estimate, resident
+from reflib.autotune.split_k import all_splits
 from reflib.autotune.subprogram import splice
 from reflib.errors import VerifyError
 from reflib.fuse import fuse
@@ -48,6 +50,7 @@ from tests.bench.moved import least
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
 BF16 = torch.bfloat16
+H200 = parse_target("sm_90")
 BLOCKING = Options(autotune="blocking")
 
 
@@ -168,6 +171,24 @@ def test_unmeasured_it_is_for_few_rows(rows: int, computed: bool) -> None:
     assert decided(linear, x, w, s).startswith(NAME) == computed
     p = torch.zeros(2048, 512, dtype=torch.uint8)
     assert decided(int4, x, p, s.new_ones(2048, 8)).startswith(NAME) == computed
+
+
+@pytest.mark.parametrize("rows, n, k", [(1, 7168, 8192), (1, 8192, 1024), (16, 8192, 3584), (8, 2496, 3456)])
+def test_unmeasured_it_has_warps_enough(rows: int, n: int, k: int) -> None:
+    """To compute an operand takes instructions: 4 warps per multiprocessor took 3.5 times what memory needs."""
+    p = Problem((1, rows, n, k), BF16, False, 2, 1, 0, "b")
+    ranked = [c for c in (*_tiled(p, H200), *all_splits(p, H200)) if fits(p, c, H200)]
+    best = min(ranked, key=lambda c: estimate(p, c, H200))
+    programs = min(resident(p, best, H200), -(-p.tiles(best) * best.splits // H200.units))
+    assert programs * best.num_warps >= 12, best
+    assert best.k >= 64, "a row's 64 bytes at least are read together"
+
+
+@pytest.mark.parametrize("arch, by_bfloat16", [("sm_90", True), ("sm_100", True), ("sm_80", False), ("gfx942", False)])
+def test_signed_bytes_become_floats_by_way_of_bfloat16(arch: str, by_bfloat16: bool) -> None:
+    x, w, s = torch.zeros(1, 1024, dtype=BF16), torch.zeros(2048, 1024, dtype=torch.int8), S.new_ones(2048)
+    (kernel,) = reflib.explain(linear, x, w, s, target=arch).kernels
+    assert (".to(tl.bfloat16).to(tl.float32)" in kernel.source.split("tl.dot")[0]) == by_bfloat16
 
 
 def test_the_least_counts_what_the_operand_is_made_of() -> None:
