@@ -41,7 +41,7 @@ from .in_place import may_alias
 from .mapping import fresh
 from .places import LAUNCH, moved, rehomed, within
 from .result import Fused
-from .shared_parts import RUN, STORES, Parted, Shared, Sources, shared, sources, together, turned
+from .shared_parts import RUN, STORES, Parted, Shared, Sources, beside_a_reduction, shared, sources, together, turned
 from .slices import coordinates, region_of, whole_dimensions
 
 MOVED = 16  # bytes
@@ -150,6 +150,8 @@ class _Placing:
         maker, whole = self.program.nodes[writers[0]], there.buffer
         if b in self.places or not isinstance(maker, LoopNest) or writers[0] in self.changed or maker.reduced:
             return False
+        if not maker.reads():  # (what is a number need not be read, and waited for)
+            return False
         if d.writers[whole] != [position] or any(i < position for i in d.readers.get(whole, ())):
             return False
         nodes = [maker, *(n for i in readers for n in self.changed.get(i, [self.program.nodes[i]]))]
@@ -213,9 +215,7 @@ class _Placing:
                 ]
         return out
 
-    def _shared(
-        self, position: int, store: Store, var: Var, parts: list[Part], makers: list[int | None]
-    ) -> Shared:
+    def _shared(self, position: int, store: Store, var: Var, parts: list[Part], makers: list[int | None]) -> Shared:
         """Parts that a call or a kernel of its own does not store, and that share what they read or compute."""
         node, whole = self.program.nodes[position], self.program.buffers[store.buffer]
         assert isinstance(node, LoopNest)
@@ -256,11 +256,11 @@ class _Placing:
         return b if found else ""
 
     def _alone(self, position: int, var: Var | None, part: Part, parts: list[Part]) -> bool:
-        """Is a loop nest's part, or what that reads, reduced, or what it is computed from, or copied more than once?"""
+        """Is a loop nest's part, or what it is computed from, reduced, or is it copied more than once?"""
         assert isinstance(part.value, Load)
         b = part.value.buffer
-        near = [n for m in self._writers(b) for r in (b, *m.reads()) for n in self._writers(r)]
-        if any(n.reduced for n in near) or sum(isinstance(p.value, Load) and p.value.buffer == b for p in parts) > 1:
+        copies = sum(isinstance(p.value, Load) and p.value.buffer == b for p in parts)
+        if copies > 1 or beside_a_reduction(self.program, self.depends, b):
             return True
         names = {name for found in self._read(position, var, part) for name, _ in found}
         return any(n.reduced and not names.isdisjoint(n.reads()) for r in names for n in self._writers(r))

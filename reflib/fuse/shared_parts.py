@@ -189,3 +189,17 @@ def turned(
     if not turns or any(source.index.subs(zero).has(v) for v, _ in turns) or index.coefficient(turns[0][0]) is None:
         return None
     return replace(source, index=index), tuple(turns)
+
+
+def beside_a_reduction(program: Program, d: Dependencies, b: str) -> bool:
+    """Does a reduction make ``b``, or, of as many elements, something that it is computed from?"""
+    seen, todo, points = {b}, [b], program.buffers[b].numel.hint()
+    while todo:
+        name = todo.pop()
+        makers = (program.nodes[i] for i in d.writers.get(name, ()))
+        for m in (n for n in makers if isinstance(n, LoopNest)):
+            if m.reduced and (name == b or (m.numel * m.rnumel).hint() == points):
+                return True
+            todo += [r for r in m.reads() if r not in seen and not m.reduced and m.numel.hint() <= points]
+            seen.update(todo)
+    return False

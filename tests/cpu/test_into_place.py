@@ -447,3 +447,17 @@ def test_indices_of_two_loops_are_independent_whatever_their_variables_are_calle
     root = Buffer("b", torch.float32, torch.device("cpu"), (expr(16),), (expr(1),))
     for i in (Var("i", expr(8)), Ref(3, expr(8))):
         assert not apart(root, expr(i), expr(i) + 4) and apart(root, expr(i), expr(i) + 8)
+
+
+def test_distances_need_one_kernel_before_the_product() -> None:
+    """Rows that are divided by their norms, and of which squares are summed, are stored to both factors by the kernel
+    that reduces them; the ones beside them are numbers, which no kernel reads."""
+
+    def distances(x: Tensor) -> Tensor:
+        x = F.normalize(x, dim=-1)
+        return torch.cdist(x, x)
+
+    e = reflib.explain(distances, torch.randn(512, 256, requires_grad=True), target="sm_90")
+    position = next(i for i, n in enumerate(e.fused.nodes) if isinstance(n, Extern))
+    before = e.fused.nodes[:position]
+    assert [bool(n.reduced) for n in before] == [True, False] and not before[1].reads()
