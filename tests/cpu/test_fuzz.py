@@ -411,14 +411,18 @@ def judge(
     compiled = torch.compile(fn, backend=Backend(Options(verify=True, **options)), dynamic=dynamic)
     if apart_first:
         call(compiled, [clone(a) for a in args], backward=backward)
-    problems = wrong(call(compiled, args, backward=backward), eager, wide)
-    if problems:  # is it PyTorch's? (a float64 tensor of no dimensions is not mutated under Dynamo, for one)
+    actual = call(compiled, args, backward=backward)
+    problems = wrong(actual, eager, wide)
+    if problems:  # are they PyTorch's? (a float64 tensor of no dimensions is not mutated under Dynamo, for one)
         torch._dynamo.reset()
-        theirs = torch.compile(fn, backend="aot_eager", dynamic=dynamic)
+        aot = torch.compile(fn, backend="aot_eager", dynamic=dynamic)
         if apart_first:
-            call(theirs, [clone(a) for a in args], backward=backward)
-        if wrong(call(theirs, args, backward=backward), eager, wide):
-            return []
+            call(aot, [clone(a) for a in args], backward=backward)
+        theirs = call(aot, args, backward=backward)
+        if theirs.error is not None:
+            return [] if actual.error is not None else problems
+        if wrong(theirs, eager, wide):  # no more than theirs
+            return wrong(actual, theirs) and wrong(actual, theirs, wide)
     return problems
 
 
