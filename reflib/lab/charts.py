@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from reflib.lab.figures import COLOURS, INK, PLAIN, Picture, figure, note, palette, plain_log, series_style, style
+from reflib.lab.figures import COLOURS, INK, Picture, figure, note, palette, plain, plain_log, series_style, style
 from reflib.lab.rows import short
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def roofline_plot(roof: Roofline, points: Mapping[str, tuple[float, float]], *, 
                 markersize=9,
                 label=f"{label}, {y / roof.limit(x):.0%}",
             )
-        ax.xaxis.set_major_formatter(PLAIN)
+        ax.xaxis.set_major_formatter(plain)
         ax.set_xlabel("arithmetic intensity, FLOPs per byte")
         ax.set_ylabel("TFLOP/s")
         ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=2)

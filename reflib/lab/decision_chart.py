@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from reflib.lab.figures import COLOURS, INK, PLAIN, QUIET, Picture, below_each_other, figure, note, style
+from reflib.lab.figures import COLOURS, INK, QUIET, Picture, below_each_other, figure, note, plain, style
 from reflib.lab.pictures import draw_program, layout, megabytes, moved_bytes, op_names
 from reflib.lab.rows import Row, Rows, count, record, short, stamp
 
@@ -142,7 +142,7 @@ def _panel(ax: Axes, lines: Sequence[tuple[Row | None, str]], panel: Rows) -> No
     ax.grid(visible=False, axis="y")
     ax.set_xlim(0, top * 1.7)
     ax.xaxis.set_major_locator(MaxNLocator(5))
-    ax.xaxis.set_major_formatter(PLAIN)
+    ax.xaxis.set_major_formatter(plain)
 
 
 def _bar(ax: Axes, row: Row, y: float, top: float, text: str, warm: float | None) -> None:

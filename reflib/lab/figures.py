@@ -31,8 +31,6 @@ LIMIT = "limit"  # has the last colour, and alone
 INK = "#222222"
 QUIET = "#6b6b6b"
 
-PLAIN = "{x:,.6g}"  # how an axis writes its numbers
-
 SETTINGS: dict[str, Any] = {
     "svg.hashsalt": "reflib",
     "svg.fonttype": "path",
@@ -112,6 +110,11 @@ def series_style(index: int) -> dict[str, Any]:
     return {"color": colour(index), "marker": MARKERS[turn], "linestyle": DASHES[turn]}
 
 
+def plain(value: float, _: int | None = None) -> str:
+    """How an axis writes its numbers: 1,048,576 and 0.25."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.6g}"
+
+
 def plain_log(ax: Axes, which: str = "y") -> None:
     """Plain numbers on a logarithmic axis, "x" or "y": ticks at 1, 2, 5 on a short one, else at powers of ten."""
     from matplotlib.ticker import LogLocator, NullFormatter
@@ -120,7 +123,7 @@ def plain_log(ax: Axes, which: str = "y") -> None:
     narrow = high < 100 * low
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,), numticks=8))
     axis.set_minor_formatter(NullFormatter())
-    axis.set_major_formatter(PLAIN)
+    axis.set_major_formatter(plain)
 
 
 def note(ax: Axes, words: str, at: tuple[float, float], shift: tuple[float, float], **more: Any) -> None:
@@ -166,7 +169,11 @@ def figure(fig: Figure, *, caption: str, alt: str) -> Picture:
 def to_svg(fig: Figure) -> str:
     """The figure as SVG, reproducible byte for byte; it is closed."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import ScalarFormatter
 
+    for axis in (axis for ax in fig.axes for axis in (ax.xaxis, ax.yaxis)):
+        if type(axis.get_major_formatter()) is ScalarFormatter:  # nobody has chosen another
+            axis.set_major_formatter(plain)
     buffer = io.StringIO()
     with style():
         fig.savefig(

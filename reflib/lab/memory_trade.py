@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from reflib.errors import LabError
-from reflib.lab.figures import COLOURS, INK, PLAIN, QUIET, Picture, below_each_other, figure, note, series_style, style
+from reflib.lab.figures import COLOURS, INK, QUIET, Picture, below_each_other, figure, note, plain, series_style, style
 from reflib.lab.plots import RECORDED, nickname, short_bytes
 from reflib.lab.rivals import ORDER
 from reflib.lab.rows import Rows, short
@@ -46,7 +46,7 @@ def trade(
                 ax.axhline(floor[1] / 1e3, color=INK, linewidth=1, linestyle=(0, (1, 2)))
                 note(ax, floor[0], (0.01, floor[1] / 1e3), (0, 3), xycoords=("axes fraction", "data"))
             _name_points(ax, {series_style(cases.index(case))["color"]: points for case, points in found.items()})
-            ax.xaxis.set_major_formatter(PLAIN)
+            ax.xaxis.set_major_formatter(plain)
             ax.set_ylabel("ms per step")
             ax.set_title(name if len(panels) > 1 or name.endswith(RECORDED) else "")
         axes[-1].set_xlabel("MB at the peak of a step")

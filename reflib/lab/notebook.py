@@ -25,6 +25,7 @@ Notebook = Any  # nbformat.NotebookNode: a dict whose keys are also attributes
 
 KEPT_CELL_METADATA = ("tags", "jupyter", "mystnb", "editable", "slideshow")
 WIDGET_MIMES = ("application/vnd.jupyter.widget-view+json", "application/vnd.jupyter.widget-state+json")
+THEIR_WARNING = r"\S*site-packages\S*:\d+: \w*Warning"  # how stderr begins where a package warns its own developers
 BINARY_MIMES = ("image/png", "image/jpeg", "application/pdf")
 INJECTED = "injected-parameters"
 PROBLEM_MARKERS = ("papermill-error-cell-tag", "papermill-error-cell")
@@ -110,11 +111,14 @@ def clean_data(data: Any, paths: list[tuple[str, str]]) -> Any:
 
 
 def clean_outputs(outputs: list[Any], count: int, paths: list[tuple[str, str]]) -> list[Any]:
-    """Outputs in committed form: adjacent outputs of one stream joined, widgets replaced by their text."""
+    """Outputs in committed form: adjacent outputs of one stream joined, widgets replaced by their text, and without
+    other packages' warnings."""
     kept: list[Any] = []
     for output in outputs:
         output = nbformat.from_dict(output)
         if output.output_type == "stream":
+            if output.name == "stderr" and re.match(THEIR_WARNING, output.text):
+                continue
             last = kept[-1] if kept else None
             if last is not None and last.output_type == "stream" and last.name == output.name:
                 last.text += output.text

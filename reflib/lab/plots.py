@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from reflib.lab.figures import (
     HATCHES,
     INK,
-    PLAIN,
     QUIET,
     Picture,
     below_each_other,
@@ -21,6 +20,7 @@ from reflib.lab.figures import (
     figure,
     note,
     palette,
+    plain,
     plain_log,
     series_style,
     style,
@@ -136,11 +136,9 @@ def _scales(ax: Axes, x: str, log: str) -> None:
         ax.set_xscale("log", base=2 if doubling else 10)
         ax.xaxis.set_major_locator(LogLocator(base=4 if doubling else 10, numticks=6))
         ax.xaxis.set_minor_formatter(NullFormatter())
-        ax.xaxis.set_major_formatter("{x:,.8g}")
+        ax.xaxis.set_major_formatter(plain)
     if x == "bytes":
         ax.xaxis.set_major_formatter(lambda v, _: short_bytes(v))
-    elif "x" in log:
-        ax.xaxis.set_major_formatter(PLAIN)
     if "y" in log:
         ax.set_yscale("log")
         plain_log(ax)
@@ -271,7 +269,7 @@ def _bar_panel(ax: Axes, panel: Rows, cases: list[str], log: bool) -> None:
     else:
         ax.set_xlim(0, top * 1.25)
         ax.xaxis.set_major_locator(MaxNLocator(5))
-        ax.xaxis.set_major_formatter(PLAIN)
+        ax.xaxis.set_major_formatter(plain)
 
 
 def _bar_names(panel: Rows) -> list[str]:

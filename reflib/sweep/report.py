@@ -178,7 +178,9 @@ def sections(rows: Rows) -> list[Section]:
     out: list[Section] = [("Geometric means", MEANS, means_table(found))]
     out += [("What options cost", COST, costs)] if (costs := costs_table(rows))[1] else []
     out += [("The slowest and the fastest", EXTREMES, extremes_table(ranking(found)))] if ranking(found) else []
-    out += [(f"{mode.capitalize()}, {dtype}", EACH, class_table(found[mode, dtype])) for mode, dtype in found]
+    for (mode, dtype), listed in found.items():
+        out.append((f"{mode.capitalize()}, {dtype}", TIMES, times_table(listed)))
+        out.append((f"{mode.capitalize()}, {dtype}: compiling, memory, errors", BESIDE, beside_table(listed)))
     bad = [r for r in rows if not r.ok and r.status != "not installed"]
     bad += {(r.case, *r.at.values()): r for r in rows if r.note.startswith(INACCURATE)}.values()
     bad.sort(key=lambda r: (r.case != US, r.case))
@@ -203,9 +205,10 @@ MEANS = (
 )
 COST = "Time with the option over that of reflib without."
 EXTREMES = "Speeds beside TorchInductor, as many from one end as from the other."
-EACH = (
-    "Times in µs, the worst first; the status is reflib's. Error: of the median tensor, against float64; eager's own "
-    "beside it. Compile in seconds, memory in MiB beyond what was there before a step."
+TIMES = "Times in µs, the worst first."
+BESIDE = (
+    "Of the same models; the status is reflib's. Compile in seconds, memory in MiB beyond what was there before a "
+    "step. Error: of the median tensor, against float64; eager's own beside it."
 )
 SHOWN = 10  # at most, of the slowest and of the fastest
 
@@ -237,20 +240,31 @@ def told(value: float | None) -> str:
     return "" if value is None else str(value) if isinstance(value, int) else short(value)
 
 
-def class_table(listed: Sequence[Step]) -> Table:
-    heads = ["model", "status", f"over {PEER}", f"over {EAGER}"]
+def times_table(listed: Sequence[Step]) -> Table:
+    heads = ["model", f"over {PEER}", f"over {EAGER}"]
     heads += [f"{who}, {what}" for what in ("graph", "calls") for who in (EAGER, PEER, US)]
-    heads += [f"compile, {PEER}", f"compile, {US}", *(f"memory, {who}" for who in (EAGER, PEER, US))]
+    body = []
+    for s in listed:
+        times = [s.cell(who, "time", clocks) for clocks in (GRAPH, CALLS) for who in (EAGER, PEER, US)]
+        body.append([s.model, told(s.speed(PEER)), told(s.speed(EAGER)), *times])
+    return filled(heads, body)
+
+
+def beside_table(listed: Sequence[Step]) -> Table:
+    heads = ["model", "status", f"compile, {PEER}", f"compile, {US}", *(f"memory, {who}" for who in (EAGER, PEER, US))]
     heads += [f"kernels, {PEER}", f"kernels, {US}", "graph breaks", "error", "eager's error"]
     body = []
     for s in listed:
-        line = [s.model, s.status(US), told(s.speed(PEER)), told(s.speed(EAGER))]
-        line += [s.cell(who, "time", clocks) for clocks in (GRAPH, CALLS) for who in (EAGER, PEER, US)]
-        line += [s.cell(who, "cold compile") for who in (PEER, US)]
+        line = [s.model, s.status(US), *(s.cell(who, "cold compile") for who in (PEER, US))]
         line += [s.cell(who, "peak memory") for who in (EAGER, PEER, US)]
         line.append(s.cell(PEER, "kernels"))
         line += [s.cell(US, metric) for metric in ("kernels", "graph breaks", "error", "eager's error")]
         body.append(line)
+    return filled(heads, body)
+
+
+def filled(heads: list[str], body: list[list[str]]) -> Table:
+    """Without columns that are empty."""
     kept = [i for i in range(len(heads)) if i == 0 or any(line[i] for line in body)]
     return [heads[i] for i in kept], [[line[i] for i in kept] for line in body]
 

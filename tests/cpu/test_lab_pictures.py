@@ -83,6 +83,17 @@ def test_who_is_in_many_figures_has_the_same_colour_in_all():
     assert not {colour(i) for i in range(3, 30)} & set(COLOURS[:3])
 
 
+def test_axes_write_plain_numbers():
+    import matplotlib.pyplot as plt
+
+    from reflib.lab.figures import plain, to_svg
+
+    assert [plain(v) for v in (1048576, 65536.0, 0.25, 20, 0)] == ["1,048,576", "65,536", "0.25", "20", "0"]
+    fig, ax = plt.subplots()
+    ax.plot([0, 1], [0, 4000])
+    assert "<!-- 4,000 -->" in to_svg(fig)
+
+
 # -- the fusion graph, as a figure to move ------------------------------------------------------------
 def sorted_too(x, w):
     y = torch.relu(x)

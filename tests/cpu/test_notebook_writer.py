@@ -56,6 +56,13 @@ def test_what_a_run_leaves_behind_is_removed() -> None:
     assert [c.execution_count for c in out.cells] == [1, 2]
 
 
+def test_warnings_of_other_packages_are_left_out() -> None:
+    theirs = stream("<site-packages>/torch/lowering.py:7836: UserWarning: \nOnline softmax is disabled\n", "stderr")
+    ours = stream("with target= nothing runs\n", "stderr")
+    out = nb.normalize(new_notebook(cells=[ran("x", theirs, stream("1\n")), ran("y", ours)]))
+    assert [[o.text for o in cell.outputs] for cell in out.cells] == [["1\n"], ["with target= nothing runs\n"]]
+
+
 def test_no_host_path_and_no_address_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     home = str(Path.home())
     text = f"{home}/x.py and {Path.cwd()}/reflib/a.py and <f at 0x7f12ab34cd> and /tmp/ipykernel_12/345.py\n"

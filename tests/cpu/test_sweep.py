@@ -386,7 +386,7 @@ def test_the_pages(swept: tuple[Path, int, list[str]], backends: tuple[str, ...]
         ("absent", "not installed"),
     }
     text = (folder / "report.html").read_text()
-    assert "Not installed, so not measured: absent, half_there." in text and text.count("<h2>") == 2 + len(backends)
+    assert "Not installed, so not measured: absent, half_there." in text and text.count("<h2>") == 4 + len(backends)
     assert '<th scope="row">reflib</th><td>dies</td>' in text
 
 
@@ -402,7 +402,7 @@ def test_the_books_page(
     shutil.copy(swept[0] / "sweep.cpu.json", recorded)
     text = page(tmp_path)
     assert text.startswith(none) and text.count("\n## ") == 1
-    assert text.count("<table") == text.count("</table>") == 2 + len(backends)
+    assert text.count("<table") == text.count("</table>") == 4 + len(backends)
     found = [r.to_data() | {"device": "NVIDIA H200"} for r in rows(swept[0])]
     recording.dump(recorded / "sweep.h200.json", found, [])
     assert page(tmp_path).startswith("## NVIDIA H200") and none not in page(tmp_path)
