@@ -75,7 +75,7 @@ def _width(t: Template, v: View) -> float:
     nest = t.prologue(v)
     if nest is None:
         return v.dtype.itemsize
-    sizes = {a.var: a.size for a in nest.axes}
+    sizes = {a.var: a.size for a in nest.axes[-2:]}  # (one program has one product of a batch)
     return sum(
         min(s.dtype.itemsize, t.dtype.itemsize) / prod(_sharing(s.index, d, size) for d, size in sizes.items())
         for s in nest.loads()

@@ -197,7 +197,8 @@ def _pairs(config: Config, t: Any, target: Target) -> Config:
 def _kept(config: Config, t: Any) -> Config | None:
     """Columns that are read again, in registers where no cache would keep them until then."""
     s, x, length = t.space, config.xblock, t.space.r.size.constant
-    full = [a for a in accesses(s.loads, t.buffers) if a.varies(s.r) and a.sectors({s.x: WARP}) > GROUPS]
+    reads = [a for a in accesses(s.body, t.buffers) if not a.store and a.varies(s.r)]
+    full = [a for a in reads if a.sectors({s.x: WARP}) > GROUPS]
     read = {b.name: b for b in (t.buffers[ld.buffer] for ld in s.loads if ld.index.has(s.r) and ld.index.has(s.x))}
     if length is None or t.passes == 1 or len(full) > 2 or sum(b.nbytes.hint() for b in read.values()) < CACHE:
         return None

@@ -314,3 +314,14 @@ def test_what_is_stored_across_long_rows_goes_through_tiles(dtype: torch.dtype, 
     ((tile, source),) = [(c, s) for c, s in found if "clone" in s.splitlines()[-1] or "clone_ptr" in s]
     assert tile.reduction == "none" and "YBLOCK" in source and "for r" not in source
     assert len(launches(explained(lambda x: (x.softmax(-1), x.softmax(-1).t().contiguous()), half(rows, 512)))) == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_columns_of_rows_that_are_looked_up(seed: int) -> None:
+    """Reductions over rows that an index names: read again, or in several passes."""
+    rng = random.Random(seed)
+    rows, columns = rng.randrange(200, 400), rng.randrange(40_000, 80_000)
+    x, i = torch.randn(rows, columns), torch.randint(0, rows, (rows,))
+    over = rng.choice([lambda y: y.softmax(0), lambda y: y - y.mean(0), lambda y: (y.var(0), y * 2)])
+    for rows_of in (lambda x, i: x[i], lambda x, i: x.gather(0, i[:, None].expand_as(x))):
+        assert launches(explained(lambda x, i, rows_of=rows_of: over(rows_of(x, i)), x, i))

@@ -39,11 +39,12 @@ from reflib.ir.expr import Sym, expr
 from reflib.ir.float8 import CASTS
 from reflib.ir.loops import BodyBuilder, LoopNest, map_stmt
 from reflib.ir.ops import OPS
-from reflib.ir.program import Buffer, Config
+from reflib.ir.program import Buffer, Config, Tiling
 from reflib.options import Options
 from reflib.schedule.heuristics import choose_configs
 from reflib.target import Target, parse_target
 from reflib.wrap import build
+from tests.matmul_cases import MatmulCase
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
 ARCHS = ["sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
@@ -287,6 +288,15 @@ def test_too_much_shared_memory() -> None:
     turn = pointwise((256, 256), {"x": (rand(256, 256), lambda i, j: j * 256 + i)}, lambda b, v: b.op("neg", v))
     with pytest.raises(DeviceError, match="shared memory"):
         compile_kernel(turn.kernel("small"), Target("cuda", "sm_90", 1024, 1))
+
+
+def test_stages_that_do_not_fit_are_fewer() -> None:
+    case = MatmulCase(torch.randn(256, 512).half(), torch.randn(512, 256).half(), Tiling("tiled", 128, 128, 64, 8, 8))
+    target = parse_target("sm_90")
+    kernel = case.kernel("many", "sm_90")
+    with pytest.raises(DeviceError, match="8 stages"):
+        compile_kernel(kernel, target, as_asked=True)
+    assert target.shared / 2 < compile_kernel(kernel, target).shared <= target.shared
 
 
 def test_threads_take_turns_in_tritons_front_end_and_meet_in_the_assembler(
