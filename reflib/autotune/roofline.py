@@ -49,7 +49,7 @@ START = 3.5e-9  # s: from the start of one program to that of the next, until al
 HAND_IN = 0.6e-6  # s: from storing a part to having seen all
 WAIT = 2.5e-9  # s: for each of a tile's parts
 PART = 0.27e-9  # s: an element of a part, stored, read back and added
-WORK = 6  # instructions per element of an operand that is computed (counted in kernels for sm_90: 5 to 6)
+WORK = 5  # instructions per element of an operand that is computed (counted in kernels for sm_90: 4 to 6)
 WARPS = 16  # of a multiprocessor, with which its four schedulers start an instruction in nearly each cycle
 EPILOGUE = 64  # bytes of an epilogue that a thread has in flight: four accesses (seen in kernels of 16 and 32 blocks)
 

@@ -41,6 +41,11 @@ _ADVICE = (
         "the model with torch.export.export(..., strict=True), which captures it, and give that program",
     ),
     (
+        ("lifted_tensor", "doesn't have storage", "storage of TensorWrapper"),
+        "Gradients that it computes itself (torch.func.grad, torch.autograd.grad) are captured by "
+        "torch.fx.experimental.proxy_tensor.make_fx(f)(*args): export what that returns",
+    ),
+    (
         ("same device", "different devices", "two devices", "expected device"),
         "A tensor that is not the module's own (a global's, a closure's) stays where it is: make it a buffer, or make "
         "it in forward with device=x.device",

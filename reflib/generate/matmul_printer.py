@@ -21,6 +21,7 @@ from ..ir.program import Buffer, KernelNode, Template, Tiling, View
 from ..target import Target
 from .kernel import Kernel
 from .matmul_prologue import OperandPrinter, tile_space
+from .packed_bytes import HELPERS as PACKED
 from .triton import HEADER, LIBDEVICE, known_multiples
 from .triton_facts import HALF, blocks, paren, pointer_name
 from .triton_ops import TL, Needs, helper_text, print_cast
@@ -92,6 +93,12 @@ class MatmulPrinter:
     def sure(self, buffer: str) -> bool:
         """Is its pointer known to be a multiple of 16?"""
         return self.buffers[buffer].kind in ("temp", "zeros") or buffer in self.aligned
+
+    def helper(self, name: str) -> str:
+        """Of ``packed_bytes``."""
+        if (text := PACKED[name].strip() + "\n") not in self.helpers:
+            self.helpers.append(text)
+        return name
 
     def put(self, line: str) -> None:
         self.body.put(line)

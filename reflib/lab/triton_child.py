@@ -65,7 +65,7 @@ def complete_the_interpreter() -> None:
     interpreter.InterpreterBuilder.create_dot = _dot
     interpreter.InterpreterBuilder.create_fma = _fma
     interpreter.InterpreterBuilder.create_si_to_fp = _from_integer
-    tl.inline_asm_elementwise = _read_words
+    tl.inline_asm_elementwise = _assembly
     cuda: Any = importlib.import_module("triton.language.extra.cuda")
     cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
 
@@ -118,11 +118,20 @@ def _dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
     return interpreter.TensorHandle(np.matmul(left, right, dtype=d.data.dtype) + d.data, d.dtype.scalar)
 
 
-def _read_words(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
-    """Replaces inline assembly, whose only use is waiting for memory words. The interpreter runs programs sequentially
-    in order of their ids, and the waiting ones come last."""
+def _assembly(asm: str, constraints: str, args: list[Any], dtype: Any, **_: Any) -> Any:
+    """Replaces inline assembly: of packed bytes, and what waits for memory words. The interpreter runs programs
+    sequentially in order of their ids, and the waiting ones come last."""
     import triton.language as tl
+    from triton.runtime import interpreter
 
+    from reflib.generate.packed_bytes import MEANING
+
+    if asm in MEANING:
+        values = [a.to(tl.float32) if a.dtype == tl.bfloat16 else a for a in args]
+        made = MEANING[asm](*(torch.from_numpy(np.array(v.handle.data)) for v in values))
+        if dtype == tl.bfloat16:  # of which the interpreter stores the bits
+            made = made.bfloat16().view(torch.uint16)
+        return tl.core.tensor(interpreter.TensorHandle(made.numpy(), dtype), tl.block_type(dtype, list(made.shape)))
     assert "ld.relaxed" in asm, "unknown assembly"
     words = tl.load(args[0])
     assert (words.handle.data != 0).all(), "a part is missing"

@@ -4,7 +4,7 @@
 column is one more ``wrapper``, a row one more function. ``CUDA_FEATURES`` are those that only a GPU has. The column
 "package" is no wrapper of its own: the function goes through a file (``packaged.py``); in the column "exported" through
 the C++ project that is made of the file (``in_cpp.py``). What is not applicable there is in ``NOT_IN_PACKAGES`` and
-``NOT_EXPORTED``, with the reason, and what happens instead: three rows.
+``NOT_EXPORTED``, with the reason, and what happens instead: two rows.
 """
 
 from pathlib import Path

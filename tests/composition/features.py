@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch._higher_order_ops import map as each
 from torch._higher_order_ops import scan, while_loop
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import reflib
+from reflib.errors import CaptureError
 from tests.checking import check
 from tests.composition.ops import SHIMS, calls_of_c, op_in_c
 from tests.composition.table import IN_A_FILE, Tensor, compiled, compiled_program, count, feature, is_in, same, texts
@@ -99,9 +101,37 @@ def training(device: str, wrapper: str) -> None:
         return F.layer_norm(F.gelu(x @ w + b), (24,)).mean(0)
 
     args = [randn(*s, device=device, grad=True) for s in ((9, 16), (16, 24), (24,))]
+    if wrapper in IN_A_FILE:  # torch.export captures a forward alone, so gradients are results of what is exported
+
+        def step(*args: Tensor) -> Any:
+            grads, loss = torch.func.grad_and_value(lambda *a: f(*a).square().sum(), (0, 1, 2))(*args)
+            return loss, *grads
+
+        with pytest.raises(CaptureError, match="make_fx"):
+            compiled(step, wrapper)(*args)
+        plain = [a.detach() for a in args]
+        for mode in ("real", "symbolic"):
+            c = compiled(make_fx(step, tracing_mode=mode)(*plain), wrapper, dynamic=mode == "symbolic")
+            check(step, c, *plain, times=2)
+            assert all(is_in(wrapper, text) for text in texts(c))
+        check(step, c, randn(5, 16, device=device), *plain[1:])
+        _without_gradients(device, wrapper)
+        return
     for dynamic in (False, True):
         torch._dynamo.reset()
         assert len(same(f, wrapper, *args, backward=True, dynamic=dynamic).stages) == 2
+
+
+def _without_gradients(device: str, wrapper: str) -> None:
+    """Of a file, weights and arguments that require grad: the results do not."""
+    model = Affine().to(device)
+    f, x = compiled(model, wrapper), randn(5, 6, device=device, grad=True)
+    for mode in (torch.enable_grad(), torch.no_grad()):
+        with mode:
+            got = f(x)
+        assert not got.requires_grad
+        torch.testing.assert_close(got, model(x).detach())
+    assert torch.is_grad_enabled()
 
 
 @feature

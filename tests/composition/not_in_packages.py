@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from reflib.errors import CaptureError, PackageError
-from tests.composition.features import Affine
 from tests.composition.in_cpp import Exported
 from tests.composition.packaged import Packaged
 from tests.composition.table import product_op
@@ -14,19 +13,6 @@ from tests.cpp_wrapping import python_op
 from tests.semantics import randn
 
 Tensor = torch.Tensor
-
-
-def without_gradients(device: str) -> None:
-    """Weights and arguments that require grad: the results do not."""
-    model = Affine().to(device)
-    f, x = Packaged(model), randn(5, 6, device=device, grad=True)
-    for mode in (torch.enable_grad(), torch.no_grad()):
-        with mode:
-            got = f(x)
-        assert not got.requires_grad
-        torch.testing.assert_close(got, model(x).detach())
-    assert all(not t.requires_grad for t in f.loaded[str(x.device)]._state.values())
-    assert torch.is_grad_enabled()
 
 
 def one_graph(device: str) -> None:
@@ -40,7 +26,6 @@ def one_graph(device: str) -> None:
 
 
 NOT_IN_PACKAGES: dict[str, tuple[str, Callable[[str], None]]] = {
-    "training": ("torch.export captures a forward alone: its results have no gradient", without_gradients),
     "graph_breaks": ("between two graphs is Python, which a file has not: torch.export takes whole graphs", one_graph),
 }
 

@@ -184,11 +184,31 @@ def test_unmeasured_it_has_warps_enough(rows: int, n: int, k: int) -> None:
     assert best.k >= 64, "a row's 64 bytes at least are read together"
 
 
-@pytest.mark.parametrize("arch, by_bfloat16", [("sm_90", True), ("sm_100", True), ("sm_80", False), ("gfx942", False)])
-def test_signed_bytes_become_floats_by_way_of_bfloat16(arch: str, by_bfloat16: bool) -> None:
-    x, w, s = torch.zeros(1, 1024, dtype=BF16), torch.zeros(2048, 1024, dtype=torch.int8), S.new_ones(2048)
-    (kernel,) = reflib.explain(linear, x, w, s, target=arch).kernels
-    assert (".to(tl.bfloat16).to(tl.float32)" in kernel.source.split("tl.dot")[0]) == by_bfloat16
+@needs_triton
+@pytest.mark.parametrize("fn, arch", [(linear, "sm_90"), (int4, "sm_90"), (int4, "sm_80")])
+def test_bytes_become_floats_without_conversions(fn: Callable[..., Any], arch: str) -> None:
+    """A multiprocessor converts 16 integers per cycle; memory delivers 20 bytes, or 40 weights of 4 bits."""
+    x, s = torch.zeros(1, 1024, dtype=BF16), S.new_ones(2048)
+    packed = torch.zeros(2048, 512, dtype=torch.uint8), s.new_ones(2048, 8)
+    args = (torch.zeros(2048, 1024, dtype=torch.int8), s) if fn is linear else packed
+    (kernel,) = reflib.explain(fn, x, *args, target=arch).kernels
+    ptx = compile_kernel(kernel, parse_target(arch)).ptx
+    assert not re.search(r"cvt\.rn\.f32\.[su]", ptx), "integers are converted one by one"
+    if fn is int4:
+        assert "tl.join(" in kernel.source and ("// 2)" in kernel.source), "nibbles are computed before they interleave"
+
+
+def test_shared_values_are_computed_once() -> None:
+    """What only neighbours that share an element have is computed in a short block; for another use it is spread."""
+    p, s = torch.zeros(2048, 512, dtype=torch.uint8), S.new_ones(2048, 8)
+
+    def repeated(x: torch.Tensor, p: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return x @ ((p.repeat_interleave(2, 1) & 15).to(x.dtype) * s[:, :1]).t()
+
+    (kernel,) = reflib.explain(repeated, torch.zeros(1, 1024, dtype=BF16), p, s, target="sm_90").kernels
+    masked, spread = (next(i for i, line in enumerate(kernel.source.splitlines()) if text in line and " = " in line)
+                      for text in ("and_bytes(v", "tl.broadcast_to(v"))  # fmt: skip
+    assert masked < spread
 
 
 def test_the_least_counts_what_the_operand_is_made_of() -> None:
