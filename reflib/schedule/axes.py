@@ -70,8 +70,7 @@ def _layout(loops: LoopNest, buffers: Mapping[str, Buffer], tile: bool) -> Space
     parallel.sort(key=lambda a: not any(i.has(a.var) for i in sums))
     if reduced or any(isinstance(s, Reduce) for s in loops.body):
         return _linear(loops, "reduction", x=parallel, r=reduced)
-    sides = tile_sides(loops, parallel, moved) if tile else None
-    if sides is None:
+    if not tile or (sides := tile_sides(loops, parallel, moved)) is None:
         return _linear(loops, "1d", x=parallel)
     x, y = sides
     rest = [a for a in loops.parallel if a not in (x, y)]
