@@ -33,6 +33,7 @@ are
   threads (or 256 for each of 256: ``schedule.mixed``). An element takes one for each sum, for each tensor one and as
   much as the next row's element takes (which is read ahead), and one for what all rows share: 2 + 2 * 1.5 + 1 = 6 for a
   layer norm in bfloat16, whose rows may have 8192 elements, 16 per thread of 512.
+* read: what is computed from much less (all pairs of two lists) is computed again for less than it is kept for.
 * many: each of the P = ``units`` programs takes at least ``LEAST`` of them, and a whole block. The partial results cost
   8 bytes (written, read) per column, sum and program; a row costs 6 bytes per column (bfloat16: two tensors read, one
   written) and saves 4. From 64 rows per program on, two sums cost less than 5%. Then P is twice as much, if rows are
@@ -85,13 +86,15 @@ def mix_orders(fused: Fused, options: Options, target: Target) -> Fused:
     groups: dict[str, int] = {}  # of the rows, those that most sums are of, each with programs of its own
     for (name, n), _ in several.most_common():
         groups.setdefault(name, n)
+    read = {node.name: _sources(fused.program, node.name) for node, _ in found}
     for node, rows in found:
         pieces = _pieces(rows, _groups(node, rows), groups.get(rows.name, 1), options, target)
+        if not read[node.name]:
+            pieces = Reason("columns", "nothing of that size is read: what is summed is computed from less")
         if isinstance(pieces, Reason):
             fused = _refuse(fused, rows, node, pieces)
         else:
             wanted[node.name] = pieces
-    read = {name: _sources(fused.program, name) for name in wanted}
     while wanted:
         trial = _formed(_cut(fused, wanted), options, target)
         out = wanted.keys() - _summed(trial)

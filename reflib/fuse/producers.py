@@ -18,6 +18,7 @@ from ..ir.program import Program
 from .decided import Exprs, decided, narrowed, shared_loads, without_selects
 from .dependencies import Dependencies
 from .mapping import strides_of
+from .slices import one_each
 
 
 class TooLong(Exception):
@@ -168,6 +169,8 @@ def _axes_at(index: Expr, p: Producer, narrow: Exprs, widen: Exprs) -> Exprs:
     """The producer's variables as functions of the consumer's, for the element at ``index``."""
     env: Exprs = {a.var: expr(0) for a in p.loops.axes if a.size == 1}
     rest = index.subs(narrow) - p.start
+    if (plain := one_each(rest, {stride: (var, size) for var, stride, size in p.strides})) is not None:
+        return env | {var: e.subs(widen) for var, e in plain.items()}
     for n, (var, stride, size) in enumerate(p.strides):
         quotient = rest // stride
         env[var] = (quotient if n == 0 or size == 0 else quotient % size).subs(widen)

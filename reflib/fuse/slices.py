@@ -17,7 +17,9 @@ NB: TorchInductor reinplaces ``select_scatter`` in a pass over the FX graph, one
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from ..ir.expr import Atom, BinOp, Expr, IntLike, Var, expr, mod, nonneg
 from ..ir.loops import BodyBuilder, Const, Load, LoopNest, Op, Stmt, Store, map_stmt
@@ -28,6 +30,8 @@ from ..target import Target
 from .decided import integer
 from .dependencies import dependencies, remove_dead
 from .result import Fused
+
+Key = TypeVar("Key")
 
 
 @dataclass(eq=False)
@@ -242,8 +246,9 @@ def coordinates(index: Expr, buffer: Buffer) -> list[Expr] | None:
         if not nonneg(buffer.strides[d] - below):
             return None
         below = below + (buffer.shape[d] - 1) * buffer.strides[d]
-    if (plain := _plain(index, buffer, dims)) is not None:
-        return plain
+    places = {buffer.strides[d]: (d, buffer.shape[d]) for d in dims}
+    if (plain := one_each(index, places)) is not None:
+        return [plain.get(d, expr(0)) for d in range(len(buffer.shape))]
     out, divided = [expr(0)] * len(buffer.shape), divisions(index)
     for n, d in enumerate(dims):
         quotient = index // buffer.strides[d]
@@ -254,16 +259,16 @@ def coordinates(index: Expr, buffer: Buffer) -> list[Expr] | None:
     return out
 
 
-def _plain(index: Expr, buffer: Buffer, dims: list[int]) -> list[Expr] | None:
-    """The coordinates, if ``index`` is a sum of loop variables, each of the size of a dimension, times its stride: most
-    are, and to divide takes long."""
-    out, at = [expr(0)] * len(buffer.shape), {buffer.strides[d]: d for d in dims}
+def one_each(index: Expr, places: Mapping[Expr, tuple[Key, Expr]]) -> dict[Key, Expr] | None:
+    """By stride, a key and a size: the keys' variables, if ``index`` is a sum of loop variables, each of one of the
+    sizes, times its stride. Most are, and to divide takes long."""
+    left, out = dict(places), dict[Key, Expr]()
     for m, c in index.terms:
-        d = at.pop(expr(c), None) if len(m) == 1 and isinstance(m[0], Var) else None
-        if d is None or m[0].size != buffer.shape[d]:  # type: ignore[attr-defined]
+        found = left.pop(expr(c), None) if len(m) == 1 and isinstance(m[0], Var) else None
+        if found is None or m[0].size != found[1]:  # type: ignore[attr-defined]
             return None
-        out[d] = expr(m[0])
-    return out
+        out[found[0]] = expr(m[0])
+    return out | {key: expr(0) for key, _ in left.values()}
 
 
 def same_layout(a: Buffer, b: Buffer) -> bool:

@@ -91,8 +91,11 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
             first, node = _by_rows(node, rows, buffers)
             nodes.append(first)
             pieces, least = pieces_wanted(node, buffers, target), 0
+        if pieces == 1:
+            nodes.append(node)
+            continue
         steps = None if options.batch_invariant else steps_apart(program, node, COLUMNS * enough, MOST)
-        nodes += _split(node, pieces, buffers, least, steps) if pieces > 1 else [node]
+        nodes += _split(node, pieces, buffers, least, steps)
     return replace(fused, program=replace(program, nodes=tuple(nodes), buffers=buffers))
 
 

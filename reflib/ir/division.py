@@ -3,7 +3,7 @@
 import math
 
 from .bounds import in_range, nonneg, remembered
-from .expr import ONE, ZERO, Atom, BinOp, Expr, IntLike, Monomial, Sym, expr, normal, term_key
+from .expr import ONE, ZERO, BinOp, Expr, IntLike, Monomial, Sym, expr, normal, term_key
 
 
 def divide_exact(n: IntLike, d: IntLike) -> Expr | None:
@@ -72,13 +72,9 @@ def _split_multiples(n: Expr, d: Expr) -> tuple[Expr, Expr]:
 
 def _common_factor(n: Expr, d: Expr) -> Expr:
     """The greatest single term that divides both."""
-    g = math.gcd(*(c for _, c in n.terms), *(c for _, c in d.terms))
-    monomials = [m for m, _ in n.terms + d.terms]
-    common: list[Atom] = []
-    for a in monomials[0]:
-        if all(a in m for m in monomials[1:]) and a not in common and isinstance(a, Sym):
-            common.append(a)
-    return Expr(((tuple(sorted(common)), g),))
+    terms = n.terms + d.terms
+    common = {a for a in terms[0][0] if isinstance(a, Sym) and all(a in m for m, _ in terms)}
+    return Expr(((tuple(sorted(common)), math.gcd(*(c for _, c in terms))),))
 
 
 def _drop_small(n: Expr, d: Expr) -> tuple[Expr, Expr, Expr] | None:

@@ -95,9 +95,7 @@ def _divided(a: BinOp, inner: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return inner
 
 
-def accesses(
-    body: Sequence[Stmt], buffers: Mapping[str, Buffer], only: Container[int] | None = None
-) -> list[Access]:
+def accesses(body: Sequence[Stmt], buffers: Mapping[str, Buffer], only: Container[int] | None = None) -> list[Access]:
     """The loads and stores of ``body`` (``only``: of those statements), each element of a buffer once."""
     made_of: list[frozenset[Expr]] = []  # per statement: the index expressions behind its value
     out: dict[tuple[type, str, Expr], Access] = {}

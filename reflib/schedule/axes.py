@@ -52,9 +52,16 @@ class Space:
 
 
 def layout(loops: LoopNest, buffers: Mapping[str, Buffer], tile: bool = True) -> Space:
-    """``loops`` on the grid. ``tile=False`` keeps a pointwise kernel one-dimensional.
+    """``loops`` on the grid. ``tile=False`` keeps a pointwise kernel one-dimensional. Kept with ``loops`` itself: loop
+    nests over axes of one name and different sizes compare equal."""
+    used = tuple((buffers[b].dtype, buffers[b].nbytes.hint()) for b in (*loops.reads(), *loops.writes()))
+    kept: dict[tuple, Space] = loops.__dict__.setdefault("spaces", {})
+    if used not in kept:
+        kept[used] = _layout(loops, buffers, True)
+    return kept[used] if tile or kept[used].mode != "tile" else _layout(loops, buffers, False)
 
-    Not memoized: two loop nests over axes of one name and different sizes compare equal."""
+
+def _layout(loops: LoopNest, buffers: Mapping[str, Buffer], tile: bool) -> Space:
     loops = merge_axes(drop_unit_axes(_one_empty_axis(loops)), apart=True)
     moved = accesses(loops.body, buffers)
     reduced = cheapest_last(loops.reduced, moved)
@@ -63,8 +70,7 @@ def layout(loops: LoopNest, buffers: Mapping[str, Buffer], tile: bool = True) ->
     parallel.sort(key=lambda a: not any(i.has(a.var) for i in sums))
     if reduced or any(isinstance(s, Reduce) for s in loops.body):
         return _linear(loops, "reduction", x=parallel, r=reduced)
-    sides = tile_sides(loops, parallel, moved) if tile else None
-    if sides is None:
+    if not tile or (sides := tile_sides(loops, parallel, moved)) is None:
         return _linear(loops, "1d", x=parallel)
     x, y = sides
     rest = [a for a in loops.parallel if a not in (x, y)]

@@ -288,3 +288,14 @@ def test_the_kernel_fits_in_registers(fn: Any, vectors: int, columns: int) -> No
 def test_the_c_plus_plus_wrapper_launches_one_program_per_row_of_partial_sums() -> None:
     e = reflib.explain(both, torch.empty(20_000, 64), torch.empty(64), torch.empty(64), target="sm_90", wrapper="cpp")
     assert len(e.kernels) == 2 and f"{2 * GPU.units}" in e.wrapper and e.kernels[0].name in e.wrapper
+
+
+def test_pairs_of_two_lists_are_computed_again() -> None:
+    """Rows and columns of all pairs are read nowhere: a kernel of both, of a program per list, would not read less."""
+
+    def pairs(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        d = (x[:, :, None] - y[:, None]).abs()
+        return d.mean(2), d.sum(1)
+
+    e = reflib.explain(pairs, torch.randn(34194, 16), torch.randn(34194, 16), target="sm_90")
+    assert len(e.kernels) == 2 and not any(column_sums(n) for n in e.fused.nodes)
