@@ -268,7 +268,7 @@ def seconds(root: Path, slug: str, device: str) -> str:
     folder = root / "notebooks" / "recorded"
     for where in (machine.gpu_slug(device), "cpu"):  # a CPU's name is not a slug
         if (found := durations.read(folder, where).get(slug)) is not None:
-            return f"{found:.0f} s"
+            return f"{found:.0f}\u00a0s"
     return "not noted"
 
 
