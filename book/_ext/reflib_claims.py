@@ -22,7 +22,8 @@ UNRECORDED = (
     "look for."
 )
 LONG = 45  # lines of a listing that is not folded
-LONG_WORD = re.compile(r"[^\s<>&;]{32,}(?=[^<>]*<)")  # a kernel's name, in a table: it would push numbers out of sight
+LONG_WORD = re.compile(r"[^\s<>]{32,}(?=[^<>]*<)")  # a kernel's name, in a table: it would push numbers out of sight
+BREAK = re.compile(r"[_/.,:=(\[-]|[^\W_]{24}(?=[^\W_]{8})")  # behind which it may be broken
 FRAME = '<table class="dataframe"'
 MANY = 8  # columns of a table that is set smaller
 CLAIM = re.compile(r"^(✓|✗|\?) ([^:\n]+): (.*)\n?((?:  .*\n?)*)", re.M)
@@ -54,8 +55,10 @@ class Boxes(SphinxPostTransform):
 
 def readable(table: str) -> str:
     """Long words may be broken, a number and its spread may not, and many columns are set smaller."""
-    table = LONG_WORD.sub(lambda word: re.sub(r"(?<=[_/.,:=(\[-])", "<wbr>", word[0]), table).replace(" ±", "&nbsp;±")
-    return table.replace(FRAME, f'{FRAME[:-1]} reflib-wide"') if table.count("<th scope=\"col\"") >= MANY else table
+    table = LONG_WORD.sub(lambda word: BREAK.sub(r"\g<0><wbr>", word[0]), table).replace(" ±", "&nbsp;±")
+    first, *others = table.split(FRAME)
+    wide = [other.partition("</tr>")[0].count("<th") >= MANY for other in others]
+    return first + "".join(FRAME[:-1] + (' reflib-wide"' if w else '"') + o for w, o in zip(wide, others, strict=True))
 
 
 def in_output(block: nodes.Node) -> bool:
