@@ -1,6 +1,6 @@
 import torch, reflib
 from torch import nn
-model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.LayerNorm(1024))
+model = nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 1024), nn.GELU())
 x = torch.randn(64, 256)
 fast = torch.compile(model, backend="reflib")
 print("compiled, as eager:", torch.allclose(fast(x), model(x), atol=1e-5))

@@ -22,13 +22,16 @@ UNRECORDED = (
     "look for."
 )
 LONG = 45  # lines of a listing that is not folded
-LONG_NAME = re.compile(r"\w{32,}(?=[^<>]*<)")  # a kernel's, in a table: it would push the numbers out of sight
+LONG_WORD = re.compile(r"[^\s<>]{32,}(?=[^<>]*<)")  # a kernel's name, in a table: it would push numbers out of sight
+BREAK = re.compile(r"[_/.,:=(\[-]|[^\W_]{24}(?=[^\W_]{8})")  # behind which it may be broken
+FRAME = '<table class="dataframe"'
+MANY = 8  # columns of a table that is set smaller
 CLAIM = re.compile(r"^(✓|✗|\?) ([^:\n]+): (.*)\n?((?:  .*\n?)*)", re.M)
 
 
 class Boxes(SphinxPostTransform):
     """After MyST-NB has chosen among outputs: a stream's text is cut where claims begin and end, long listings are
-    folded, long names in tables may be broken, and below each code cell that the recording did not execute is a
+    folded, long words in tables may be broken, and below each code cell that the recording did not execute is a
     sentence that says so."""
 
     default_priority = 20
@@ -43,12 +46,19 @@ class Boxes(SphinxPostTransform):
             elif in_output(block) and (lines := text.count("\n") + 1) > LONG:
                 block.parent.replace(block, folded(block, lines))
         for table in list(self.document.findall(nodes.raw)):
-            if '<table class="dataframe"' in (text := table.astext()):
-                broken = LONG_NAME.sub(lambda name: name[0].replace("_", "_<wbr>"), text)
-                table.parent.replace(table, nodes.raw("", broken, **table.attributes))
+            if FRAME in (text := table.astext()):
+                table.parent.replace(table, nodes.raw("", readable(text), **table.attributes))
         for cell in list(self.document.findall(nodes.container)):
             if cell.get("nb_element") == "cell_code" and cell.get("exec_count") is None:
                 cell += nodes.raw("", box("?", "Not recorded yet", UNRECORDED, ""), format="html")
+
+
+def readable(table: str) -> str:
+    """Long words may be broken, a number and its spread may not, and many columns are set smaller."""
+    table = LONG_WORD.sub(lambda word: BREAK.sub(r"\g<0><wbr>", word[0]), table).replace(" ±", "&nbsp;±")
+    first, *others = table.split(FRAME)
+    wide = [other.partition("</tr>")[0].count("<th") >= MANY for other in others]
+    return first + "".join(FRAME[:-1] + (' reflib-wide"' if w else '"') + o for w, o in zip(wide, others, strict=True))
 
 
 def in_output(block: nodes.Node) -> bool:

@@ -20,9 +20,10 @@ def figure(root: Path) -> str:
     """Three drawings side by side, below one another on a phone, with a caption; words for all three."""
     made = read(root)
     before, after = made["moved"]
+    kinds = "kernels and calls" if None in made["kernels"] else "kernels"
     caption = (
         f"The example below, drawn from what it made: {len(made['ops'])} operations become {len(made['kernels'])} "
-        f"kernels, which move {before / after:.1f} times fewer bytes, and one file with code for "
+        f"{kinds}, which move {after / before:.0%} of the bytes, and one file with code for "
         f"{len(made['variants'])} targets."
     )
     ops, variants = len(made["ops"]), len(made["variants"])
@@ -63,7 +64,9 @@ def kernels(made: dict[str, Any]) -> str:
     parts, y = [], 4
     for kernel, group in groupby(made["ops"], key=lambda pair: pair[1]):
         count = len(list(group))
-        lines = [("what", f"{count} operations"), ("what", f"{made['kernels'][kernel]['lines']} lines of Triton")]
+        generated = made["kernels"][kernel]
+        text = f"{generated['lines']} lines of Triton" if generated else "a call of PyTorch's"
+        lines = [("what", f"{count} operations"), ("what", text)][-min(count, 2) :]
         parts.append(box(y, count * ROW, f"kernel-{kernel}", lines) + letter(y + count * ROW / 2 + 5, kernel))
         y += count * ROW
     return "".join(parts)

@@ -235,12 +235,17 @@ def claims(said: list[dict[str, Any]]) -> str:
     return f"<details><summary>{summary}</summary>\n{table}\n</details>"
 
 
+WIDE = 10  # columns of a table that is set smaller
+
+
 def html_table(heads: Iterable[str], body: Iterable[Iterable[str]], escape: bool = False) -> str:
     """One line of HTML per row and no blank line, so that Markdown does not change it."""
     clean: Callable[[str], str] = (lambda text: html.escape(str(text)).replace("\n", " ")) if escape else str
+    heads = list(heads)
     head = "".join(f'<th scope="col">{clean(h)}</th>' for h in heads)
+    kind = "table reflib-table reflib-wide" if len(heads) >= WIDE else "table reflib-table"
     lines = "\n".join("<tr>" + "".join(f"<td>{clean(c)}</td>" for c in line) + "</tr>" for line in body)
-    table = f'<table class="table reflib-table"><thead><tr>{head}</tr></thead><tbody>\n{lines}\n</tbody></table>'
+    table = f'<table class="{kind}"><thead><tr>{head}</tr></thead><tbody>\n{lines}\n</tbody></table>'
     return f'<div class="reflib-scroll" tabindex="0">{table}</div>'
 
 
@@ -268,7 +273,7 @@ def seconds(root: Path, slug: str, device: str) -> str:
     folder = root / "notebooks" / "recorded"
     for where in (machine.gpu_slug(device), "cpu"):  # a CPU's name is not a slug
         if (found := durations.read(folder, where).get(slug)) is not None:
-            return f"{found:.0f} s"
+            return f"{found:.0f}\u00a0s"
     return "not noted"
 
 

@@ -20,6 +20,7 @@ from reflib.lab import durations, machine
 from reflib.lab import notebook as nb
 from reflib.lab import recording as recordings
 from reflib.lab.executing import NotebookResult, ended_by_sigterm, execute, last_line
+from reflib.lab.prose_numbers import unseen
 from reflib.lab.runner import ROOT, new_folder, table
 
 Jobs = dict[Path, dict[str, Any]]  # each notebook to execute, with its parameters
@@ -91,7 +92,7 @@ def record(
     """Execute the notebooks and write outputs, stamp and rows to `out` (or notebooks/). Returns 0 if all succeeded.
 
     Each is written when it is done. A notebook that fails is not changed. Failed claims are listed, because their prose
-    must be changed.
+    must be changed, and the numbers in prose that are not in what was recorded.
     """
     device = machine.pick_device(device).type
     jobs = jobs_of(root, only, given, device)
@@ -115,6 +116,9 @@ def record(
         for claim in result.claims:
             if claim.get("holds") is False:
                 say(f"claim failed in {result.notebook}: {claim['claim']} ({claim['otherwise']})")
+        if result.status == "ok":
+            for words in unseen(nb.read(target / f"{result.notebook}.ipynb"), result.rows):
+                say(f"number in the prose of {result.notebook} that it does not print: ... {words} ...")
     return 0 if len(results) == len(jobs) and all(r.status == "ok" for r in results) else 1
 
 

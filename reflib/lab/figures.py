@@ -110,7 +110,7 @@ def series_style(index: int) -> dict[str, Any]:
     return {"color": colour(index), "marker": MARKERS[turn], "linestyle": DASHES[turn]}
 
 
-def plain(value: float, _: int | None = None) -> str:
+def plain(value: float, _: float = 0) -> str:
     """How an axis writes its numbers: 1,048,576 and 0.25."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.6g}"
 

@@ -1,8 +1,8 @@
 """The ten lines on the book's first page, executed: `python -m reflib.lab.landing` writes their output.
 
-book/landing.json = {"output": text, "versions", "ops": [[ATen op, kernel's index]], "kernels": [{"name", "lines"}],
-"moved": [bytes with one kernel per op, bytes fused], "variants": [{"name", "generation", "bytes"}], "weights",
-"size"}. The page shows the text and draws the rest; a test executes the lines again and compares.
+book/landing.json = {"output": text, "versions", "ops": [[ATen op, group]], "kernels": [of each group {"name", "lines"};
+null: a call], "moved": [bytes with one kernel per op, bytes fused], "variants": [{"name", "generation", "bytes"}],
+"weights", "size"}. The page shows the text and draws the rest; a test executes the lines again and compares.
 """
 
 import contextlib
@@ -40,6 +40,8 @@ def facts(e: Any, path: Path, **_: Any) -> dict[str, Any]:
     from reflib.package.inspect import inspect
 
     home = {member: i for i, group in enumerate(e.groups) for member in group.members}
+    printed = iter(e.kernels)
+    kernels = [None if group.kind == "extern" else next(printed) for group in e.groups]
     package = inspect(path)
     variants = [
         {"name": a.arch, "generation": generation(a.made_for), "bytes": package.machine_code(a)}
@@ -47,7 +49,7 @@ def facts(e: Any, path: Path, **_: Any) -> dict[str, Any]:
     ]
     return {
         "ops": [[o.op.removeprefix("aten.").split(".")[0], home[n.name]] for n in e.program.nodes for o in n.origins],
-        "kernels": [{"name": k.name, "lines": len(k.source.splitlines())} for k in e.kernels],
+        "kernels": [k and {"name": k.name, "lines": len(k.source.splitlines())} for k in kernels],
         "moved": [moved_bytes(e.program), moved_bytes(e.fused)],
         "variants": variants,
         "weights": package.sizes["weights"],

@@ -271,7 +271,7 @@ def test_the_status_page_has_time_and_device_of_every_notebook(pages: Path) -> N
         row = next(r for r in re.findall(r"<tr.*?</tr>", text, re.S) if f"/{told.slug}.html" in r)
         assert told.stamp["device"] in row and told.stamp["commit"] in row
         assert "match its code" in row, told.slug
-        assert told.newer or re.search(r">\s*(<p>)?\d+ s<", row), told.slug  # (how long all cells take is not known)
+        assert told.newer or re.search(r">\s*(<p>)?\d+\ss<", row), told.slug  # (how long all cells take is not known)
 
 
 def test_cells_that_are_newer_than_the_recording_say_so(pages: Path) -> None:
@@ -287,7 +287,7 @@ def test_a_book_of_a_run_names_its_own_machine(tmp_path: Path) -> None:
     told = data.chapter(notebooks / "fusion.ipynb")
     assert told.stamp["device"] == "AMD EPYC" and told.matches
     assert data.seconds(tmp_path, "fusion", "AMD EPYC") == "not noted"
-    assert data.seconds(tmp_path, "measuring", "NVIDIA H200") == "63 s"
+    assert data.seconds(tmp_path, "measuring", "NVIDIA H200") == "63\u00a0s"
 
 
 # ---- the map
