@@ -197,7 +197,7 @@ PART = (
     "{a}", "{a}", "{a}.narrow({d}, {k}, {m})", "{a}.narrow({d}, {k}, {m})", "{a}.select({d}, {k})",
     "{a}.transpose({d}, {e})", "{a}[..., ::2]", "{a}[1:]", "{a}[:-1]", "{a}.diagonal(0, {d}, {e})", "{a}.reshape(-1)",
     "{a}.unsqueeze({d})", "{a}.chunk(2, {d})[-1]", "{a}.narrow({d}, {k}, {m})[..., 1:]",
-    "torch.as_strided({a}, ({m},), (1,))",
+    "torch.as_strided({a}, ({m},), (1,))", "torch.as_strided({a}, ({m},), (1,), {k})",
 )  # fmt: skip
 UPDATE = (
     "{p}.add_({b})", "{p}.mul_(2)", "{p}.copy_({b})", "{p}.copy_({q} * 2)", "{p}.add_({q}.clone())", "{p}.fill_(1)",
@@ -237,7 +237,7 @@ HOW: tuple[dict[str, Any], ...] = ({}, {}, {"arena": True}, {"wrapper": "cpp"}, 
 SEEN = (  # an input that is a view of another
     "{a}", "{a}.narrow({d}, {k}, {m})", "{a}[1:]", "{a}[:-1]", "{a}[..., ::2]", "{a}[..., 1::2]",
     "{a}.transpose({d}, {e})", "{a}.select({d}, {k})", "{a}.view(-1)", "{a}.detach()", "{a}.view(torch.int32)",
-    "torch.as_strided({a}, ({m},), (1,))", "{a}.diagonal(0, {d}, {e})",
+    "torch.as_strided({a}, ({m},), (1,))", "{a}.diagonal(0, {d}, {e})", "torch.as_strided({a}, ({m},), (1,), {k})",
 )  # fmt: skip
 
 
