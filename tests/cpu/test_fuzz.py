@@ -218,7 +218,7 @@ UPDATE = (
     "torch.sort({p}.clone(), stable=True, dim={d}, out=({p}, torch.zeros_like({p}, dtype=torch.int64)))[0]",
     "{p}.index_put_(({p} > 0,), torch.ones((), dtype={p}.dtype, device={p}.device))", "{p}.cumsum_({d})",
     "torch._foreach_mul_([{p}], 2) or {p}", "{p}.put_(torch.tensor([0], device={p}.device), {p}.reshape(-1)[:1] + 1)",
-    "{p}.scatter_add_({d}, torch.zeros_like({p}, dtype=torch.int64), {p} * 2)", "{p}.tril_()", "{p}.addmm_({p}, {p})",
+    "{p}.scatter_add_({d}, torch.zeros_like({p}, dtype=torch.int64), {p} * 2)", "{p}.tril_()", "{p}.addmm_(-{p}, -{p})",
     "{p}.scatter_reduce_({d}, torch.zeros_like({p}, dtype=torch.int64), {p}.clone(), 'amax')", "{p}.squeeze_()",
     "{p}.sub_({p}.sum({d}, keepdim=True))", "{p}.mul_({p}.select({d}, 0).unsqueeze({d}))", "{p}.add_({p}.flip({d}))",
     "{p}.unflatten({d}, (-1, 1)).add_(1)", "{p}.movedim({d}, 0).copy_({b})", "torch.maximum({p}, {b}, out={p})",
