@@ -7,6 +7,7 @@ from .seams import plug
 
 PLUGS: dict[str, dict[str, str]] = {
     "pipeline.COMPILE": {
+        "storages": "wrap.unusual:op_by_op",
         "begin": "api:begun",
         "repro": "observed:observed",
         "budget": "capture.budget:within_budget",

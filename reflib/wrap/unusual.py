@@ -8,6 +8,10 @@ but not all that this takes:
 * one that is written to has a place in memory for each element;
 * it carries no tangent of forward-mode differentiation: nothing of the graph computes one.
 
+A graph that sees more of a storage than the tensor that is in it (``as_strided``) is not compiled at all: neither
+AOTAutograd nor a kernel knows storages. Where it counts elements from the begin of a storage, an argument is to be as
+far from there as at capture. (TorchInductor counts from where the argument was then.)
+
 Where its storage was resized and does not hold it any more (FSDP resizes to 0 to save memory), PyTorch would read what
 is not there, or end the process: an error is raised. One function in C looks at the arguments of each call, in about 20
 ns per tensor. A backward graph has no other form: it resolves what is negated.
@@ -31,6 +35,7 @@ from .cpp import laid_out
 from .python import py
 from .runtime import expect
 
+NO_SIZE = "size_bytes_is_heap_allocated_"  # what PyTorch says of a storage of symbolic size, where it needs a number
 SKIP, READ, WRITTEN = b"-rw"
 
 
@@ -44,6 +49,27 @@ def eager_for_unusual(
     if isinstance(what, torch.fx.GraphModule):
         return _forward(call, what, inputs)
     return _backward(call, what.scheduled) if what.graph.name == "backward" else _bases(call, what.graph.module)
+
+
+def op_by_op(
+    compile: Callable[..., Any], backend: Any, module: torch.fx.GraphModule, inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """``compile``; the graph itself where a view in it, or an argument, reaches beyond what it is a view of, and
+    where AOTAutograd cannot make one tensor of arguments in one storage, since that may have another size later. (They
+    are results of an earlier graph, of which one is updated here.) Plugs into ``pipeline.COMPILE``."""
+    plain = (x for x in inputs if _is_looked_at(x) and x.layout is torch.strided)
+    seen = [(x, x._base) for x in plain if x._is_view()]
+    seen += [(n.meta.get("example_value"), _root(n).meta.get("example_value")) for n in _strided(module)]
+    why = "it sees more of a storage than the tensor that is in it"
+    if not any(_reaches_beyond(view, base) for view, base in seen):
+        try:
+            return compile(backend, module, inputs)
+        except RuntimeError as e:
+            if NO_SIZE not in str(e):
+                raise
+            why = "arguments are in one storage, whose size may change"
+    logger("fallback").info("a graph is run op by op: %s", why)
+    return module.forward
 
 
 def _bases(call: Callable[[list], Any], module: torch.fx.GraphModule) -> Callable[[list], Any]:
@@ -86,7 +112,12 @@ def _forward(call: Callable[..., Any], module: torch.fx.GraphModule, inputs: Seq
         logger("fallback").info("a graph is run op by op: its arguments are not plain memory, or share it")
         return module(*args)
 
-    return run
+    places = [(i, inputs[i].storage_offset()) for i in _counted_from(module)]
+
+    def in_place(*args: Any) -> Any:
+        return (run if all(args[i].storage_offset() == at for i, at in places) else module)(*args)
+
+    return in_place if places else run
 
 
 def _backward(call: Callable[[list], Any], program: Any) -> Callable[[list], Any]:
@@ -186,3 +217,55 @@ def _usual() -> Callable[[Sequence[Any], bytes, tuple], bool]:
     from .host import checks
 
     return checks() or (lambda args, kinds, layouts: not any(layouts) and _as_captured(args, kinds, set()))
+
+
+# -- views of storages ----------------------------------------------------------------------------------
+def _strided(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    """Of a graph of Dynamo's, and those in it."""
+    graphs = [m.graph for m in module.modules() if isinstance(m, torch.fx.GraphModule)]
+    return [n for g in graphs for n in g.nodes if n.op.startswith("call") and "as_strided" in str(n.target)]
+
+
+def _root(node: torch.fx.Node) -> torch.fx.Node:
+    """The tensor that ``node`` is a view of, through others."""
+    root, storage = node, _storage(node)
+    while node.args and isinstance(node.args[0], torch.fx.Node):
+        node = node.args[0]
+        if (there := _storage(node)) is not None:  # (else one of several, as of a split)
+            if there != storage:
+                break
+            root = node
+    return root
+
+
+def _storage(node: torch.fx.Node) -> int | None:
+    value = node.meta.get("example_value")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _counted_from(module: torch.fx.GraphModule) -> list[int]:
+    """The arguments from the begin of whose storage elements are counted."""
+    counting = [n for n in _strided(module) if "storage_offset" in n.kwargs or len(n.args) > 3]
+    roots, given = {_root(n) for n in counting}, (n for n in module.graph.nodes if n.op == "placeholder")
+    return [i for i, n in enumerate(given) if n in roots]
+
+
+def _reaches_beyond(view: Any, base: Any) -> bool:
+    """Has ``view`` elements in the storage of ``base`` that are not in ``base``?"""
+    if not isinstance(view, torch.Tensor) or not isinstance(base, torch.Tensor):
+        return False
+    if view.untyped_storage()._cdata != base.untyped_storage()._cdata:
+        return False  # (the base was given another one since)
+    (start, end), (low, high) = _bytes(view), _bytes(base)
+    return start < end and (start < low or end > high)
+
+
+def _bytes(t: torch.Tensor) -> tuple[int, int]:
+    """Where in its storage it begins and ends; of sizes that may change, as they are now."""
+    shape, strides, start = ([_now(n) for n in ns] for ns in (t.shape, t.stride(), [t.storage_offset()]))
+    last = sum((n - 1) * s for n, s in zip(shape, strides)) if 0 not in shape else -1
+    return start[0] * t.element_size(), (start[0] + last + 1) * t.element_size()
+
+
+def _now(n: Any) -> int:
+    return (n.node.hint or 0) if isinstance(n, torch.SymInt) else n

@@ -197,7 +197,7 @@ PART = (
     "{a}", "{a}", "{a}.narrow({d}, {k}, {m})", "{a}.narrow({d}, {k}, {m})", "{a}.select({d}, {k})",
     "{a}.transpose({d}, {e})", "{a}[..., ::2]", "{a}[1:]", "{a}[:-1]", "{a}.diagonal(0, {d}, {e})", "{a}.reshape(-1)",
     "{a}.unsqueeze({d})", "{a}.chunk(2, {d})[-1]", "{a}.narrow({d}, {k}, {m})[..., 1:]",
-    "torch.as_strided({a}, ({m},), (1,))",
+    "torch.as_strided({a}, ({m},), (1,))", "torch.as_strided({a}, ({m},), (1,), {k})",
 )  # fmt: skip
 UPDATE = (
     "{p}.add_({b})", "{p}.mul_(2)", "{p}.copy_({b})", "{p}.copy_({q} * 2)", "{p}.add_({q}.clone())", "{p}.fill_(1)",
@@ -218,7 +218,7 @@ UPDATE = (
     "torch.sort({p}.clone(), stable=True, dim={d}, out=({p}, torch.zeros_like({p}, dtype=torch.int64)))[0]",
     "{p}.index_put_(({p} > 0,), torch.ones((), dtype={p}.dtype, device={p}.device))", "{p}.cumsum_({d})",
     "torch._foreach_mul_([{p}], 2) or {p}", "{p}.put_(torch.tensor([0], device={p}.device), {p}.reshape(-1)[:1] + 1)",
-    "{p}.scatter_add_({d}, torch.zeros_like({p}, dtype=torch.int64), {p} * 2)", "{p}.tril_()", "{p}.addmm_({p}, {p})",
+    "{p}.scatter_add_({d}, torch.zeros_like({p}, dtype=torch.int64), {p} * 2)", "{p}.tril_()", "{p}.addmm_(-{p}, -{p})",
     "{p}.scatter_reduce_({d}, torch.zeros_like({p}, dtype=torch.int64), {p}.clone(), 'amax')", "{p}.squeeze_()",
     "{p}.sub_({p}.sum({d}, keepdim=True))", "{p}.mul_({p}.select({d}, 0).unsqueeze({d}))", "{p}.add_({p}.flip({d}))",
     "{p}.unflatten({d}, (-1, 1)).add_(1)", "{p}.movedim({d}, 0).copy_({b})", "torch.maximum({p}, {b}, out={p})",
@@ -237,7 +237,7 @@ HOW: tuple[dict[str, Any], ...] = ({}, {}, {"arena": True}, {"wrapper": "cpp"}, 
 SEEN = (  # an input that is a view of another
     "{a}", "{a}.narrow({d}, {k}, {m})", "{a}[1:]", "{a}[:-1]", "{a}[..., ::2]", "{a}[..., 1::2]",
     "{a}.transpose({d}, {e})", "{a}.select({d}, {k})", "{a}.view(-1)", "{a}.detach()", "{a}.view(torch.int32)",
-    "torch.as_strided({a}, ({m},), (1,))", "{a}.diagonal(0, {d}, {e})",
+    "torch.as_strided({a}, ({m},), (1,))", "{a}.diagonal(0, {d}, {e})", "torch.as_strided({a}, ({m},), (1,), {k})",
 )  # fmt: skip
 
 

@@ -51,6 +51,73 @@ def test_both_in_a_larger_storage(wrapper):
             torch.testing.assert_close((f(*mine), mine), (fn(*eager), eager))
 
 
+def counted(x):
+    return x.as_strided((2,), (1,), 3) * 2
+
+
+def counted_and_written(x):
+    x.as_strided((2,), (1,), 3).mul_(2)
+    return x + 1
+
+
+@pytest.mark.parametrize("fn", [counted, counted_and_written])
+@BOTH
+def test_elements_counted_from_the_begin_of_a_storage(fn, wrapper):
+    """No guard of Dynamo's knows where in its storage an argument is. (PyTorch captures updates at its begin only.)"""
+    f = reflib.compile(fn, wrapper=wrapper)
+    for start in (0 if fn is counted_and_written else 1, 3, 0, 1):
+        mine, eager = torch.arange(N + 3.0), torch.arange(N + 3.0)
+        torch.testing.assert_close((f(mine[start : start + 5]), mine), (fn(eager[start : start + 5]), eager))
+
+
+def wide(x):
+    return x.as_strided((N,), (1,), 0) * 2
+
+
+def wide_and_written(x):
+    x.as_strided((N,), (1,), 0).mul_(2)
+    return x + 1
+
+
+@pytest.mark.parametrize("fn", [wide, wide_and_written])
+@BOTH
+def test_more_of_a_storage_than_the_argument(fn, wrapper):
+    f = reflib.compile(fn, wrapper=wrapper)
+    for _ in range(2):
+        mine, eager = torch.arange(N + 3.0), torch.arange(N + 3.0)
+        torch.testing.assert_close((f(mine[2:4]), mine), (fn(eager[2:4]), eager))
+
+
+@BOTH
+def test_a_view_beyond_its_base(wrapper):
+    """The base was made smaller, in its storage."""
+
+    def args():
+        x = torch.arange(6.0).resize_(2, 2)
+        return x, x.as_strided((2, 2), (2, 1), 1)
+
+    f, mine, eager = reflib.compile(write_and_cat, wrapper=wrapper), args(), args()
+    torch.testing.assert_close((f(*mine), mine), (write_and_cat(*eager), eager))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@BOTH
+def test_results_in_one_storage_are_updated_in_the_next_graph(wrapper, grad):
+    """Of sizes that may change."""
+
+    def fn(x):
+        whole = torch.cat([x * 2, x])
+        part = whole[:, 1]
+        torch._dynamo.graph_break()
+        whole.mul_(2)
+        return whole, part + 1
+
+    f = reflib.compile(fn, wrapper=wrapper, dynamic=True)
+    with torch.set_grad_enabled(grad):
+        for n in (N, N + 2):
+            torch.testing.assert_close(f(torch.arange(3.0 * n).view(n, 3)), fn(torch.arange(3.0 * n).view(n, 3)))
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @BOTH
 def test_elements_in_one_place(wrapper, dynamic):
