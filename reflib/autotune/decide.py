@@ -38,7 +38,7 @@ from ..options import Options
 from ..target import Target
 from .activation import with_activation
 from .epilogue import epilogue_of
-from .matmul import best_tiling, open_template, static_tiling, with_tiling
+from .matmul import arithmetic_takes_longer, best_tiling, open_template, static_tiling, with_tiling
 from .points import Build, TargetOf, Work, begin, outcome_of, release
 from .prologue import cannot_lose
 from .question import Question, dtypes_of, groups_of, question_of, sizes_of
@@ -157,7 +157,7 @@ def _computed(program: Program, choice: Choice, a: Variant, t: Template, target:
         return None
     behind = epilogue_of(program, choice, a)
     best = best_tiling(t, behind.moved if behind else 0, target)
-    return None if best is None else with_tiling(a, best)
+    return None if best is None or arithmetic_takes_longer(t, best, target) else with_tiling(a, best)
 
 
 # -- for a target ----------------------------------------------------------------------------------

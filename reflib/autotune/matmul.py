@@ -37,6 +37,7 @@ from .roofline import (
     NARROW,
     Problem,
     accumulators,
+    efficiency,
     estimate,
     grouped,
     moving,
@@ -226,7 +227,8 @@ def _tiled(p: Problem, target: Target) -> Iterator[Tiling]:
         for m, n in itertools.product(BLOCKS[:-1], BLOCKS[:-1]):
             for k in (16, 32) if p.sizes[3] > 32 else (16,):  # 32 in one step: no loop, and ptxas spills (up to 4 KB)
                 warps = max(1, min(8, m * n // 1024))
-                yield Tiling("tiled", m, n, k, warps, 3 if tensor_cores(target) else 2)
+                ahead = 1 if p.computed else 3 if tensor_cores(target) else 2  # (beside what is computed, 2 KB spill)
+                yield Tiling("tiled", m, n, k, warps, ahead)
         return
     stages = (2,) if target.kind == "hip" else (3, 4) if target.capability < 90 else (3, 4, 5, 6, 7)
     for m, n in itertools.product(BLOCKS, BLOCKS):
@@ -288,6 +290,15 @@ def static_tiling(t: Template, behind: Callable[[], Epilogue | None], target: Ta
     if not (small or skinny or waits) or (after := behind()) is None:
         return None
     return best_tiling(t, after.moved, target) if small or skinny else _waiting(t, p, after, target)
+
+
+def arithmetic_takes_longer(t: Template, tiling: Tiling, target: Target) -> bool:
+    """Of a product that is not small, in float32 and without tensor cores: does its arithmetic take longer than memory?
+    The library's is faster then, by more than a kernel for its operands takes."""
+    p = problem(t)
+    if 2 * prod(p.sizes) <= SMALL or p.dtype in NARROW or p.tf32:
+        return False
+    return multiplying(p, target) > efficiency(p, tiling, target) * moving(p, p.dtype.itemsize, target)
 
 
 def _waiting(t: Template, p: Problem, behind: Epilogue, target: Target) -> Tiling | None:

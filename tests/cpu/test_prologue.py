@@ -366,3 +366,21 @@ def test_a_package(tmp_path: Path) -> None:
     variants = manifest.read(archive.open(path).manifest).variants
     assert {v.arch for v in variants} >= set(archs)
     assert all(k.name.startswith("k0_") for v in variants for k in v.kernels), "one kernel, and its fallback"
+
+
+@needs_triton
+@pytest.mark.parametrize("batch", [64, 1024])
+def test_float32_products_without_measuring(batch: int) -> None:
+    """A small one computes its operand: a launch less, and nothing spilled. A large one takes as long as its
+    arithmetic, at which the library is better."""
+    x, y = torch.randn(batch, 64, 64), torch.randn(batch // 16, 64, 64).bfloat16()
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        each = y.float().exp()[:, None].expand(-1, 16, -1, -1).reshape(batch, 64, 64)
+        return x @ each.transpose(1, 2)
+
+    e = reflib.explain(fn, x, y, target="sm_90")
+    products = [k for k in e.kernels if "tl.dot" in k.source]
+    assert len(products) == (batch == 64)
+    for k in products:
+        assert resources(compile_kernel(k, parse_target("sm_90")))["stack"] == 0
