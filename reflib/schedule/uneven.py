@@ -86,7 +86,7 @@ def adjust(config: Config, t: Any, target: Target) -> Config:
     if (squares := _squares(config, t, target)) is not None:
         return squares
     if s.r is not None and t.columns():
-        return turned(_spread(_columns(config, t, target), t, target), t, target)
+        return turned(_spread(_columns(_longer(config, t, target), t, target), t, target), t, target)
     if config.reduction != "persistent":
         return config
     return turned(_more_warps(_strided(_unaligned(config, t, moved, target), t, moved, target), t, target), t, target)
@@ -154,6 +154,20 @@ def _by_pass(t: Any) -> list[list[Access]]:
         ids = needed(body, wanted, lambda i: not isinstance(body[i], Reduce))
         out.append([a for a in accesses(body, t.buffers, set(ids)) if a.varies(r)])
     return out
+
+
+def _longer(config: Config, t: Any, target: Target) -> Config:
+    """Fewer results per program, and more of what each is made of at a time, where there are few programs, if no more
+    sectors are touched so: of 8 columns for each image, those of one image."""
+    x, r = t.space.x, t.space.r
+    moved = [a for a in accesses(t.space.body, t.buffers) if a.varies(r)]
+    while config.reduction == "looped" and config.xblock > 1 and x.size.hint() < 4 * config.xblock * target.units:
+        half = replace(config, xblock=config.xblock // 2, rblock=2 * config.rblock)
+        now, then = (cost(moved, {x: c.xblock, r: c.rblock}) for c in (config, half))
+        if then > now or half.rblock > r.size.hint():
+            break
+        config = half
+    return config
 
 
 def _columns(config: Config, t: Any, target: Target) -> Config:

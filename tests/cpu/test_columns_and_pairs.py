@@ -86,3 +86,22 @@ def test_steps_of_a_recurrence_are_not_computed_again_in_each_part(seed: int) ->
     for s in stages(scan, x, dt, torch.rand(d, n)):
         nests = [n for n in s.fused.program.nodes if isinstance(n, LoopNest)]
         assert sum(isinstance(i, Op) and i.op == "exp" for n in nests for i in n.body) <= 4 * steps
+
+
+def test_a_program_has_the_columns_of_one_image_where_programs_are_few() -> None:
+    """Classes beside each other, for each pixel: a program of four images' would leave multiprocessors idle."""
+
+    def overlap(x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        p, y = x.softmax(1), F.one_hot(target, 8).permute(0, 3, 1, 2).to(x.dtype)
+        return (p * y).sum((0, 2, 3)), (p * (1 - y)).sum((0, 2, 3)), ((1 - p) * y).sum((0, 2, 3))
+
+    e = reflib.explain(
+        overlap, torch.randn(445, 8, 120, 128).bfloat16(), torch.zeros(445, 120, 128).long(), target="sm_90"
+    )
+    sums = [
+        v.kernel.config
+        for n in e.scheduled.nodes
+        for v in getattr(n, "variants", ())[:1]
+        if v.kernel.config.reduction == "looped"
+    ]
+    assert [c.xblock for c in sums] == [8] and sums[0].rblock >= 128
