@@ -238,9 +238,12 @@ def _root(node: torch.fx.Node) -> torch.fx.Node:
     return root
 
 
-def _storage(node: torch.fx.Node) -> int | None:
-    value = node.meta.get("example_value")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+def _storage(x: Any) -> int | None:
+    """Of a tensor, or of what a node makes; None if it has none of its own."""
+    value = x.meta.get("example_value") if isinstance(x, torch.fx.Node) else x
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or is_traceable_wrapper_subclass(value):
+        return None
+    return value.untyped_storage()._cdata
 
 
 def _counted_from(module: torch.fx.GraphModule) -> list[int]:
@@ -252,9 +255,7 @@ def _counted_from(module: torch.fx.GraphModule) -> list[int]:
 
 def _reaches_beyond(view: Any, base: Any) -> bool:
     """Has ``view`` elements in the storage of ``base`` that are not in ``base``?"""
-    if not isinstance(view, torch.Tensor) or not isinstance(base, torch.Tensor):
-        return False
-    if view.untyped_storage()._cdata != base.untyped_storage()._cdata:
+    if _storage(view) is None or _storage(view) != _storage(base):
         return False  # (the base was given another one since)
     (start, end), (low, high) = _bytes(view), _bytes(base)
     return start < end and (start < low or end > high)

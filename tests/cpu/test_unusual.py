@@ -100,6 +100,11 @@ def test_a_view_beyond_its_base(wrapper):
     torch.testing.assert_close((f(*mine), mine), (write_and_cat(*eager), eager))
 
 
+def test_a_view_of_what_has_no_storage():
+    values = torch.eye(N).to_sparse().coalesce().values()
+    assert values._is_view() and not unusual._reaches_beyond(values, values._base)
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @BOTH
 def test_results_in_one_storage_are_updated_in_the_next_graph(wrapper, grad):
