@@ -59,6 +59,7 @@ NEAR = {"tiled": 2.5, "persistent": 2.5, "split": 1.25}  # times the best estima
 FAR = {"tiled": 4.0, "persistent": 4.0, "split": 1.25}  # a kind beyond is left out; what is between has one place
 LARGE = 128 * 128  # results of a block that 4 warps can multiply, and 8
 ACCUMULATORS = 128  # registers a thread spends on sums; 255 is all it has
+COMPUTED = 144  # sums and elements of a computed operand per thread: with more, registers spill
 TMA_SCRATCH = 256  # bytes a persistent program writes its two descriptors to
 DIVISOR = 16  # elements: what a size or stride must be a multiple of for 16-byte accesses of any dtype
 
@@ -206,6 +207,8 @@ def fits(p: Problem, t: Tiling, target: Target) -> bool:
     """Within the target's shared memory and registers, and no block of more than twice the size it covers."""
     _, m, n, k = p.sizes
     if shared_bytes(p, t, target) > target.shared or accumulators(t) * (1 + p.twice) > ACCUMULATORS:
+        return False
+    if p.computed and accumulators(t) + p.made(t) // (32 * t.num_warps) > COMPUTED:
         return False
     if t.warps_k > 1 and p.computed or p.dtype in FP8 and (t.warps_k > 1 or t.k < 32):
         return False

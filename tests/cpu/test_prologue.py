@@ -175,12 +175,14 @@ def test_unmeasured_it_is_for_few_rows(rows: int, computed: bool) -> None:
 
 @pytest.mark.parametrize("rows, n, k", [(1, 7168, 8192), (1, 8192, 1024), (16, 8192, 3584), (8, 2496, 3456)])
 def test_unmeasured_it_has_warps_enough(rows: int, n: int, k: int) -> None:
-    """To compute an operand takes instructions: 4 warps per multiprocessor took 3.5 times what memory needs."""
+    """To compute an operand takes instructions: 4 warps per multiprocessor took 3.5 times what memory needs. A warp has
+    16 columns at most, which go from registers to mma.sync: as many times were lost where they are stored again."""
     p = Problem((1, rows, n, k), BF16, False, 2, 1, 0, "b")
     ranked = [c for c in (*_tiled(p, H200), *all_splits(p, H200)) if fits(p, c, H200)]
     best = min(ranked, key=lambda c: estimate(p, c, H200))
     programs = min(resident(p, best, H200), -(-p.tiles(best) * best.splits // H200.units))
-    assert programs * best.num_warps >= 12, best
+    assert programs * best.num_warps >= 7 and best.n <= 16 * best.num_warps, best
+    assert k % (best.k * best.splits) == 0 or best.k * best.splits > k // 4, "few blocks have what is behind the end"
     assert best.k >= 64, "a row's 64 bytes at least are read together"
 
 
@@ -295,7 +297,7 @@ def test_is_pipelined_onto_the_tensor_cores(name: str, arch: str) -> None:
     binary = compile_kernel(kernel, target)
     product = {"sm_80": r"mma\.sync", "sm_90": r"wgmma\.mma_async", "sm_100": r"tcgen05\.mma"}[arch]
     assert re.search(product, binary.ptx) and binary.shared <= target.shared and resources(binary)["stack"] == 0
-    assert len(re.findall(r"cp\.async\.cg\.shared\.global \[[^;]*, 0x10", binary.ptx)) >= 16
+    assert len(re.findall(r"cp\.async\.cg\.shared\.global \[[^;]*, 0x10", binary.ptx)) >= 8
     loads = re.findall(r"ld\.global\S*\.b8|ld\.global\S*\.u8", binary.ptx)
     assert not loads, "weights byte by byte"
 
