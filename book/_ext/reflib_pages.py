@@ -168,12 +168,16 @@ def results(root: Path) -> str:
 
 
 def made_with(data: dict[str, Any]) -> str:
-    """Date, versions and commit, in a line."""
+    """Dates, versions and commits, in a line: a recording may be of several runs."""
     shared = data["shared"]
-    commits = sorted({r.get("commit", shared.get("commit", "")) for r in data["rows"] or [{}]} - {""})
+
+    def all_of(key: str) -> list[str]:
+        return sorted({r.get(key, shared.get(key, "")) for r in data["rows"] or [{}]} - {""})
+
+    commits, dates = all_of("commit"), all_of("date")
     versions = ", ".join(f"{name} {number}" for name, number in shared["versions"].items())
     where = f"commit{'s' if len(commits) > 1 else ''} {', '.join(f'`{c}`' for c in commits)}"
-    return f"Measured on {shared['date']} with {versions}, at {where}."
+    return f"Measured on {' and '.join(dates)} with {versions}, at {where}."
 
 
 def grouped(rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
