@@ -43,7 +43,7 @@ def _rewritten(loops: LoopNest, updated: set[str]) -> LoopNest:
         if isinstance(s, Load) and s.buffer in updated and s.index not in stored:
             found = _equal(body, s, sorted(m for m in under[i] if m < i), stored)
         new = map_stmt(s, ids)
-        if found is not None and isinstance(new, Load):  # (in range where the mask holds; elsewhere the value does not matter)
+        if found is not None and isinstance(new, Load):  # (elsewhere than where the mask holds, it does not matter)
             at, masks = found
             new = replace(new, index=at, mask=reduce(partial(b.op, "and"), [ids[m] for m in masks]))
         ids[i] = b.add(new)
