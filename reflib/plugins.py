@@ -135,6 +135,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "split": "fuse.split:split_reductions",
         "split_scans": "fuse.split_scans:split_scans",
         "inline": "fuse.inline_loads:inline_loads",
+        "same_element": "fuse.same_element:same_element",
         "widen": "fuse.casts:widen_late",
     },
     "fuse.RULES": {
@@ -164,6 +165,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "launches": "fuse.launch_epilogues:launch_epilogues",
         "overlap": "ranks.collectives:overlapped",
         "combine": "fuse.combine:combine",
+        "copies_left": "fuse.copies_left:copies_left",
     },
     "fuse.TAKES": {"refused": "generate.user_kernel:refused"},
     "schedule.SCHEDULERS": {

@@ -21,6 +21,7 @@ from ..c_shims import Shim, check, op_of, parse
 from ..capture.spectra import SPECTRA
 from ..errors import OptionError
 from ..ir.expr import Expr, Sym
+from ..ir.printer import dtype_name
 from ..ir.program import Buffer, Extern, View, full_view, symbols_in
 from ..lower.extern import OUT_VARIANTS
 from ..lower.views import REINTERPRET
@@ -179,11 +180,15 @@ class _Writer:
         return f"given_back<{len(v.shape)}>(run, stack[{i}], {at}, {layout}, {quoted(str(op))}, {i});"
 
     def _own(self, x: Extern, o: str, i: int) -> str:
-        """Check that the result, of an op of the user's, is in no argument's memory and in no earlier result's."""
+        """Check that the result, of an op of the user's, is as promised, and in memory of its own."""
         p, made = self.printer, own_results(x)
-        others = dict.fromkeys((*x.reads(), *x.mutates, *made[: made.index(o)])) if o in made else ()
-        text = (f"{p.name(b)}, {p.size(p.program.buffers[b].nbytes)}, {quoted(str(x.target))}, {i}" for b in others)
-        return "".join(f" expect_own(run, {p.name(o)}, {t});" for t in text)
+        if o not in made:
+            return ""
+        b, op = p.program.buffers[o], quoted(str(x.target))
+        held = f'{p.dtype(b.dtype)}, "{dtype_name(b.dtype)}", {b.dtype.itemsize}, {op}, {i}'
+        others = dict.fromkeys((*x.reads(), *x.mutates, *made[: made.index(o)]))
+        text = (f"{p.name(b)}, {p.size(p.program.buffers[b].nbytes)}, {op}, {i}" for b in others)
+        return f" expect_all(run, {p.name(o)}, {held});" + "".join(f" expect_own(run, {p.name(o)}, {t});" for t in text)
 
     def _sizes(self, x: Extern) -> list[str]:
         """Sizes that the call determines."""

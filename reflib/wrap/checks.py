@@ -3,7 +3,7 @@ returns that was given memory for its results, or whose results are to have memo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from ..errors import ArgumentError, ReflibError
 from ..logs import get as logger
 from .runtime import _said
+from .structure import allocated
 
 if TYPE_CHECKING:
     from ..ir.program import Extern
@@ -61,7 +62,8 @@ def call_in_python(p: PythonPrinter, step: Call) -> None:
     p._call(x)
     if made := own_results(x):
         given = ", ".join(dict.fromkeys((*x.reads(), *x.mutates)))
-        p.put(f"expect_own([{', '.join(made)}], [{given}], {str(x.target)!r})")
+        dtypes = ", ".join(str(p.program.buffers[o].dtype) for o in made)
+        p.put(f"expect_own([{', '.join(made)}], [{given}], {str(x.target)!r}, [{dtypes}])")
 
 
 def own_results(x: Extern) -> list[str]:
@@ -74,9 +76,17 @@ def own_results(x: Extern) -> list[str]:
     return [] if aliases or waits else [o for o in x.outputs if isinstance(o, str)]
 
 
-def expect_own(made: list[Any], given: list[Any], op: str) -> None:
-    """Raises ReflibError if a result shares memory with an argument or with another result."""
+def expect_own(made: list[Any], given: list[Any], op: str, dtypes: Sequence[torch.dtype] = ()) -> None:
+    """Raises ReflibError if a result shares memory with an argument or with another result, lacks some, or is of
+    another dtype."""
+    for i, (t, d) in enumerate(zip(made, dtypes)):
+        if t.dtype is not d:
+            name = str(d).removeprefix("torch.")
+            raise ReflibError(f"{op}: its result {i} is not of dtype {name}, which its meta function promised")
     for i, t in enumerate(made):
+        if not allocated(t):
+            held = t.untyped_storage().nbytes()
+            raise ReflibError(f"{op}: its result {i} is in a storage of {held} bytes, too few for it")
         if any(torch._C._is_alias_of(t, other) for other in (*given, *made[:i])):
             raise ReflibError(
                 f"{op}: its result {i} shares memory with an argument or with another result, and its schema does not "

@@ -57,7 +57,7 @@ DTYPES = {
 # names that the text itself uses
 TAKEN = frozenset(
     "Device Expected Failed Frame Guard Handle Host Ints Just Kernel Many Named Range Run Tensor Text Torch Value "
-    "aligned anywhere args argument argument_said call cpu cuda differs dispatch drop empty entry escaped "
+    "aligned anywhere args argument argument_said call cpu cuda differs dispatch drop empty entry escaped expect_all "
     "expect_own expect_range expect_size expect_sizes expect_stride expect_value floor_div floor_mod frame give guard "
     "host ignore in input int16_t int32_t int64_t int8_t integer ints laid_out launch launch_with list made max min "
     "none number object out own placed plain python reflib reflib_call refuse results run run_indexing run_kernel "

@@ -52,6 +52,9 @@ typedef struct {
     int32_t (*delete_guard)(void *);
     /* null before torch 2.13 */
     const char *(*what)(void); /* the message of the last failure in this thread */
+    /* null without PyTorch */
+    int32_t (*storage_size)(Handle, int64_t *); /* in bytes */
+    int32_t (*storage_offset)(Handle, int64_t *);
 } Torch;
 
 /* A kernel, ready to launch. `function`: CUfunction, or the address of a CPU kernel; null until it is loaded. */

@@ -48,6 +48,8 @@ FUNCTIONS = (
     ("aoti_torch_create_cuda_guard", "cuda"),
     ("aoti_torch_delete_cuda_guard", "cuda"),
     ("torch_exception_get_what_without_backtrace", "optional"),
+    ("aoti_torch_get_storage_size", "optional"),
+    ("aoti_torch_get_storage_offset", "optional"),
 )
 # in the order of `eager` in host_entry.c
 ENTRY_FUNCTIONS = (

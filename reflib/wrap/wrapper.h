@@ -350,6 +350,27 @@ inline void expect_own(Run& run, const Tensor& t, const Tensor& other, int64_t b
   run.fail(FAILED_WRAPPER);
 }
 
+// Result `i` of an op of the user's: fails if it is of another dtype, or its storage ends before its last element.
+inline void expect_all(Run& run, const Tensor& t, int32_t dtype, const char* name, int64_t itemsize, const char* op, int i) {
+  int64_t dim, *sizes, *steps, offset, held, last = 0;
+  int32_t is;
+  const Torch& torch = run.torch;
+  if (!torch.dtype(t.handle, &is) && is != dtype) {
+    Text(run.frame) << op << ": its result " << i << " is not of dtype " << name << ", which its meta function promised";
+    run.fail(FAILED_WRAPPER);
+  }
+  if (!torch.storage_size || torch.dim(t.handle, &dim) || torch.sizes(t.handle, &sizes) ||
+      torch.strides(t.handle, &steps) || torch.storage_offset(t.handle, &offset) || torch.storage_size(t.handle, &held))
+    return;
+  for (int64_t d = 0; d < dim; ++d) {
+    if (!sizes[d]) return;
+    last += (sizes[d] - 1) * steps[d];
+  }
+  if ((offset + last + 1) * itemsize <= held) return;
+  Text(run.frame) << op << ": its result " << i << " is in a storage of " << held << " bytes, too few for it";
+  run.fail(FAILED_WRAPPER);
+}
+
 // Does a result have the sizes and strides that the captured graph promised?
 template <int N>
 bool laid_out(Run& run, const Tensor& t, Ints<N> shape, Ints<N> strides) {

@@ -336,6 +336,26 @@ def test_a_result_smaller_than_promised(wrapper: str) -> None:
 
 
 @pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_a_result_in_too_small_a_storage_or_of_another_dtype(wrapper: str) -> None:
+    """Before anything is read or stored beyond it."""
+    lib = torch.library.Library(f"into_place_short_{wrapper}", "FRAGMENT")
+
+    def short(x: Tensor) -> Tensor:
+        y = (x * 2).clone()
+        y.untyped_storage().resize_(16)
+        return y
+
+    said = {"short": "in a storage of 16 bytes, too few for it", "doubled": "not of dtype float32, which its meta"}
+    for name, impl in {"short": short, "doubled": lambda x: x.double()}.items():
+        lib.define(f"{name}(Tensor x) -> Tensor")
+        lib.impl(name, impl, "CPU")
+        torch.library.register_fake(f"{lib.ns}::{name}", torch.empty_like, lib=lib)
+        compiled = reflib.compile(lambda x, n=name: getattr(getattr(torch.ops, lib.ns), n)(x) + 1, wrapper=wrapper)
+        with pytest.raises(reflib.ReflibError, match=rf"{name}\.default: its result 0 is {said[name]}"):
+            compiled(torch.ones(8, 16))
+
+
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
 def test_results_in_memory_that_the_schema_does_not_name(wrapper: str) -> None:
     """An argument, a part of one, one tensor twice: the error comes before anything is stored over it."""
     lib = torch.library.Library(f"into_place_alias_{wrapper}", "FRAGMENT")
