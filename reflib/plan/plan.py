@@ -20,9 +20,9 @@ from typing import TypeGuard
 import torch
 
 from ..ir.expr import Sym, expr
-from ..ir.loops import Load, LoopNest, Reduce, Store
+from ..ir.loops import LoopNest, Reduce, Store
 from ..ir.program import Buffer, Extern, KernelNode, Node, Program, Variants, iter_views, walk
-from ..ir.transforms import TWICE, needed, phases
+from ..ir.transforms import TWICE, needed, phases, varying
 from ..options import Options
 from ..seams import Seam
 from .steps import Alloc, Branch, Call, Check, Free, Launch, Let, Note, Plan, Return, Step
@@ -197,7 +197,8 @@ def may_alias(target: object, outputs: tuple[object, ...] = ()) -> bool:
 
 def can_overwrite(node: Variants, dead: str, new: str) -> bool:
     """May ``new`` be stored over ``dead``, which is read here for the last time? Only if one LoopNest does both, every
-    load of ``dead`` is before the store to ``new``, at the same index, and no pass after the storing one reads it."""
+    load of ``dead`` is before the store to ``new``, at the same index, no pass after the storing one reads it, and none
+    reads for each point what is stored per row."""
     kernel = node.variants[-1].kernel
     parts = [p for p in kernel.parts if isinstance(p, LoopNest)]
     touching = [p for p in parts if dead in p.reads() or new in p.writes()]
@@ -209,7 +210,8 @@ def can_overwrite(node: Variants, dead: str, new: str) -> bool:
     if len(stores) != 1 or any(s.index != stores[0].index or s.dtype.itemsize == 0 for s in loads):
         return False
     body, at = loops.body, next(i for i, s in enumerate(loops.body) if s is stores[0])
-    if any(isinstance(s, Load) and s.buffer == dead for s in body[at:]):
+    inside = varying(body, loops.reduced_vars)
+    if any(s in loads and (i > at or inside[i] > inside[at]) for i, s in enumerate(body)):
         return False
     for when in (phases(body, most) for most in (False, True) if loops.reduced):
         ends = ((i, when[i] + (getattr(s, "kind", "") in TWICE)) for i, s in enumerate(body))

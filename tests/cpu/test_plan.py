@@ -134,6 +134,21 @@ def ranked(x, w):
     return y - y.amax(0), y * y.argmax(0)
 
 
+def of_a_first_element(x, w):
+    """A number per row is stored in one pass, and a later one reads such a number for a few points of the row."""
+    whole = torch.cat([x.topk(1, 1)[0], x], 1)
+    total = whole.abs().sum(1)
+    return w[:, 0] - total, whole - total[:, None]
+
+
+@pytest.mark.parametrize("rows", [1, 600])
+def test_not_over_a_number_per_row_that_points_read(rows):
+    torch.manual_seed(0)
+    x, w = torch.randn(rows, 48), torch.randn(rows, 3)
+    for got, want in zip(reflib.compile(of_a_first_element)(x, w), of_a_first_element(x, w), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("fn", [standardized, ranked])
 def test_not_over_what_a_second_pass_of_a_variance_or_a_position_reads(fn):
     torch.manual_seed(0)
