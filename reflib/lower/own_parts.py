@@ -83,7 +83,7 @@ def nearest(parts: Parts, x: torch.Tensor, sizes: list[Any], *scales: float | No
     last = order is not torch.contiguous_format and not few
     x, times = (x.movedim(1, -1), [1, *factors, 1]) if last else (x, [1, 1, *factors])
     apart = x.reshape([s for m in x.shape for s in (m, 1)]).expand([s for m, k in zip(x.shape, times) for s in (m, k)])
-    out = apart.reshape([m * k for m, k in zip(x.shape, times)])
+    out = apart.reshape([m * k for m, k in zip(x.shape, times)]).contiguous()  # (else a view, of sizes 1)
     return out.movedim(-1, 1) if last else out
 
 

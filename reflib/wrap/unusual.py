@@ -112,7 +112,7 @@ def _forward(call: Callable[..., Any], module: torch.fx.GraphModule, inputs: Seq
         logger("fallback").info("a graph is run op by op: its arguments are not plain memory, or share it")
         return module(*args)
 
-    places = [(i, inputs[i].storage_offset()) for i in _counted_from(module)]
+    places = [(i, inputs[i].storage_offset()) for i in _counted_from(module, kinds)]
 
     def in_place(*args: Any) -> Any:
         return (run if all(args[i].storage_offset() == at for i, at in places) else module)(*args)
@@ -229,8 +229,8 @@ def _strided(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
 def _root(node: torch.fx.Node) -> torch.fx.Node:
     """The tensor that ``node`` is a view of, through others."""
     root, storage = node, _storage(node)
-    while node.args and isinstance(node.args[0], torch.fx.Node):
-        node = node.args[0]
+    while (of := _operand(node)) is not None:
+        node = of
         if (there := _storage(node)) is not None:  # (else one of several, as of a split)
             if there != storage:
                 break
@@ -238,16 +238,24 @@ def _root(node: torch.fx.Node) -> torch.fx.Node:
     return root
 
 
+def _operand(node: torch.fx.Node) -> torch.fx.Node | None:
+    """Its first one, which may be given by name."""
+    first = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
+    return first if isinstance(first, torch.fx.Node) else None
+
+
 def _storage(node: torch.fx.Node) -> int | None:
     value = node.meta.get("example_value")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
-def _counted_from(module: torch.fx.GraphModule) -> list[int]:
-    """The arguments from the begin of whose storage elements are counted."""
+def _counted_from(module: torch.fx.GraphModule, kinds: bytes) -> list[int]:
+    """The arguments from the begin of whose storage elements are counted. Those of a graph in this one may be any."""
     counting = [n for n in _strided(module) if "storage_offset" in n.kwargs or len(n.args) > 3]
-    roots, given = {_root(n) for n in counting}, (n for n in module.graph.nodes if n.op == "placeholder")
-    return [i for i, n in enumerate(given) if n in roots]
+    roots = {_root(of) for n in counting if (of := _operand(n)) is not None}
+    inside = any(n.graph is not module.graph for n in counting)
+    given = enumerate(n for n in module.graph.nodes if n.op == "placeholder")
+    return [i for i, n in given if n in roots or inside and kinds[i] != SKIP]
 
 
 def _reaches_beyond(view: Any, base: Any) -> bool:
