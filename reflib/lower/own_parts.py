@@ -95,7 +95,7 @@ def _whole_factor(m: Any, n: Any, scale: float | None) -> int | None:
     k = int(scale or 0) if not known else n // m
     if k < 1 or scale not in (None, k) or not statically_known_true(n == m * k):
         return None
-    step = c_float(1 / k).value  # (positions are off by n / k * 2**-23 at most: only whole ones may be another number's)
+    step = c_float(1 / k).value  # (positions are off by n / k * 2**-23 at most: only whole ones can be another's)
     below = known and n < 2**22 and all(int(c_float(i * step).value) == i // k for i in range(0, n, k))
     return k if k & (k - 1) == 0 or below else None
 

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..capture.exported import reaches_beyond
 from ..errors import ArgumentError
 from ..ir.expr import Sym
 from ..logs import get as logger
@@ -61,7 +62,7 @@ def op_by_op(
     seen = [(x, x._base) for x in plain if x._is_view()]
     seen += [(n.meta.get("example_value"), _root(n).meta.get("example_value")) for n in _strided(module)]
     why = "it sees more of a storage than the tensor that is in it"
-    if not any(_reaches_beyond(view, base) for view, base in seen):
+    if not any(reaches_beyond(view, base) for view, base in seen):
         try:
             return compile(backend, module, inputs)
         except RuntimeError as e:
@@ -256,24 +257,3 @@ def _counted_from(module: torch.fx.GraphModule, kinds: bytes) -> list[int]:
     inside = any(n.graph is not module.graph for n in counting)
     given = enumerate(n for n in module.graph.nodes if n.op == "placeholder")
     return [i for i, n in given if n in roots or inside and kinds[i] != SKIP]
-
-
-def _reaches_beyond(view: Any, base: Any) -> bool:
-    """Has ``view`` elements in the storage of ``base`` that are not in ``base``?"""
-    if not isinstance(view, torch.Tensor) or not isinstance(base, torch.Tensor):
-        return False
-    if view.untyped_storage()._cdata != base.untyped_storage()._cdata:
-        return False  # (the base was given another one since)
-    (start, end), (low, high) = _bytes(view), _bytes(base)
-    return start < end and (start < low or end > high)
-
-
-def _bytes(t: torch.Tensor) -> tuple[int, int]:
-    """Where in its storage it begins and ends; of sizes that may change, as they are now."""
-    shape, strides, start = ([_now(n) for n in ns] for ns in (t.shape, t.stride(), [t.storage_offset()]))
-    last = sum((n - 1) * s for n, s in zip(shape, strides)) if 0 not in shape else -1
-    return start[0] * t.element_size(), (start[0] + last + 1) * t.element_size()
-
-
-def _now(n: Any) -> int:
-    return (n.node.hint or 0) if isinstance(n, torch.SymInt) else n
