@@ -12,6 +12,7 @@ from typing import Any
 import sympy
 import torch
 from torch._functorch import config
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CaptureError
 from .advice import first_lines
@@ -30,7 +31,8 @@ def exported_graph(program: Any, decompositions: dict, rewrite: Rewrite = lambda
     The graph returns what the signature does, but for new values of buffers and arguments, which it writes.
     ``rewrite``: of its graph, before it is decomposed (``pipeline.before_autograd``).
 
-    Raises CaptureError for what is no ExportedProgram, or writes to what is in another input's memory.
+    Raises CaptureError for what is no ExportedProgram, writes to what is in another input's memory, or sees more of
+    a storage than the tensor that is in it.
     """
     if not isinstance(program, torch.export.ExportedProgram):
         raise CaptureError(f"expected a torch.export.ExportedProgram, got {type(program).__name__}")
@@ -40,6 +42,7 @@ def exported_graph(program: Any, decompositions: dict, rewrite: Rewrite = lambda
     program = _functional(program, decompositions)  # in the same ShapeEnv: what it assumes is found there
     if env is not None:
         env.guards[before:] = [g for g in env.guards[before:] if not _of_two_or_more(g.expr)]
+    _within(program.graph_module)
     _writes(program)
     held = {s.arg.name for s in program.graph_signature.input_specs if s.kind.name in ("PARAMETER", "BUFFER")}
     return Graph(program.graph_module, "inference", frozenset(held), ranges=ranges_of(program)), program
@@ -110,3 +113,41 @@ def _of_two_or_more(e: Any) -> bool:
         return False
     least = {sympy.StrictGreaterThan: 1, sympy.GreaterThan: 2, sympy.Unequality: 1}.get(type(e))
     return least is not None and int(e.rhs) <= least
+
+
+# -- views of storages ----------------------------------------------------------------------------------
+def _within(module: torch.fx.GraphModule) -> None:
+    """A kernel is given where a tensor begins, and knows no storage."""
+    for n in module.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
+        root = n
+        while root.args and isinstance(root.args[0], torch.fx.Node):
+            root = root.args[0]
+        if reaches_beyond(n.meta.get("val"), root.meta.get("val")):
+            what = f"{n.name} has elements of the storage of {root.name} that are not in {root.name}"
+            raise CaptureError(f"{what}: give the model the tensor that has them, or a clone() of {root.name}")
+
+
+def reaches_beyond(view: Any, base: Any) -> bool:
+    """Has ``view`` elements in the storage of ``base`` that are not in ``base``?"""
+    if storage_of(view) is None or storage_of(view) != storage_of(base):
+        return False  # (the base was given another one since)
+    (start, end), (low, high) = _bytes(view), _bytes(base)
+    return start < end and (start < low or end > high)
+
+
+def storage_of(x: Any) -> int | None:
+    """A tensor's, as a number; None of what has none of its own."""
+    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or is_traceable_wrapper_subclass(x):
+        return None
+    return x.untyped_storage()._cdata
+
+
+def _bytes(t: torch.Tensor) -> tuple[int, int]:
+    """Where in its storage it begins and ends; of sizes that may change, as they are now."""
+    shape, strides, start = ([_now(n) for n in ns] for ns in (t.shape, t.stride(), [t.storage_offset()]))
+    last = sum((n - 1) * s for n, s in zip(shape, strides)) if 0 not in shape else -1
+    return start[0] * t.element_size(), (start[0] + last + 1) * t.element_size()
+
+
+def _now(n: Any) -> int:
+    return (n.node.hint or 0) if isinstance(n, torch.SymInt) else n

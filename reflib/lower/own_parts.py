@@ -76,14 +76,15 @@ def nearest(parts: Parts, x: torch.Tensor, sizes: list[Any], *scales: float | No
     unknown. (Of torch's parts each output is read at a number that was converted from floating point.)"""
     given = [*scales, *[None] * (len(sizes) - len(scales))]
     factors = [_whole_factor(m, n, scale) for m, n, scale in zip(x.shape[2:], sizes, given)]
-    if None in factors or set(factors) == {1}:
-        return parts(x, sizes, *scales)
     order = suggest_memory_format(x) if x.dim() > 3 else torch.contiguous_format
+    if None in factors or set(factors) == {1}:
+        out = parts(x, sizes, *scales)
+        return out if x.dim() == 4 else out.contiguous(memory_format=order)  # (torch lays out those of 4)
     few = x.is_cuda and x.dim() == 4 and x.shape[1] < 4  # eager's result is contiguous then
     last = order is not torch.contiguous_format and not few
     x, times = (x.movedim(1, -1), [1, *factors, 1]) if last else (x, [1, 1, *factors])
     apart = x.reshape([s for m in x.shape for s in (m, 1)]).expand([s for m, k in zip(x.shape, times) for s in (m, k)])
-    out = apart.reshape([m * k for m, k in zip(x.shape, times)])
+    out = apart.reshape([m * k for m, k in zip(x.shape, times)]).contiguous()  # (else a view, of sizes 1)
     return out.movedim(-1, 1) if last else out
 
 
@@ -94,10 +95,9 @@ def _whole_factor(m: Any, n: Any, scale: float | None) -> int | None:
     k = int(scale or 0) if not known else n // m
     if k < 1 or scale not in (None, k) or not statically_known_true(n == m * k):
         return None
-    step = c_float(1 / k).value
-    positions = ((i // k, c_float(x * step).value) for i in range(n if known else 0) for x in (i, i + 0.5))
-    exact = k & (k - 1) == 0 or known and all(i == int(at) for i, at in positions)
-    return k if exact else None
+    step = c_float(1 / k).value  # (positions are off by n / k * 2**-23 at most: only whole ones can be another's)
+    below = known and n < 2**22 and all(int(c_float(i * step).value) == i // k for i in range(0, n, k))
+    return k if k & (k - 1) == 0 or below else None
 
 
 def channels(parts: Parts, x: torch.Tensor, groups: int) -> torch.Tensor:

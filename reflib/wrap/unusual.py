@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..capture.exported import reaches_beyond, storage_of
 from ..errors import ArgumentError
 from ..ir.expr import Sym
 from ..logs import get as logger
@@ -61,7 +62,7 @@ def op_by_op(
     seen = [(x, x._base) for x in plain if x._is_view()]
     seen += [(n.meta.get("example_value"), _root(n).meta.get("example_value")) for n in _strided(module)]
     why = "it sees more of a storage than the tensor that is in it"
-    if not any(_reaches_beyond(view, base) for view, base in seen):
+    if not any(reaches_beyond(view, base) for view, base in seen):
         try:
             return compile(backend, module, inputs)
         except RuntimeError as e:
@@ -112,7 +113,7 @@ def _forward(call: Callable[..., Any], module: torch.fx.GraphModule, inputs: Seq
         logger("fallback").info("a graph is run op by op: its arguments are not plain memory, or share it")
         return module(*args)
 
-    places = [(i, inputs[i].storage_offset()) for i in _counted_from(module)]
+    places = [(i, inputs[i].storage_offset()) for i in _counted_from(module, kinds)]
 
     def in_place(*args: Any) -> Any:
         return (run if all(args[i].storage_offset() == at for i, at in places) else module)(*args)
@@ -229,8 +230,8 @@ def _strided(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
 def _root(node: torch.fx.Node) -> torch.fx.Node:
     """The tensor that ``node`` is a view of, through others."""
     root, storage = node, _storage(node)
-    while node.args and isinstance(node.args[0], torch.fx.Node):
-        node = node.args[0]
+    while (of := _operand(node)) is not None:
+        node = of
         if (there := _storage(node)) is not None:  # (else one of several, as of a split)
             if there != storage:
                 break
@@ -238,35 +239,20 @@ def _root(node: torch.fx.Node) -> torch.fx.Node:
     return root
 
 
-def _storage(x: Any) -> int | None:
-    """Of a tensor, or of what a node makes; None if it has none of its own."""
-    value = x.meta.get("example_value") if isinstance(x, torch.fx.Node) else x
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or is_traceable_wrapper_subclass(value):
-        return None
-    return value.untyped_storage()._cdata
+def _operand(node: torch.fx.Node) -> torch.fx.Node | None:
+    """Its first one, which may be given by name."""
+    first = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
+    return first if isinstance(first, torch.fx.Node) else None
 
 
-def _counted_from(module: torch.fx.GraphModule) -> list[int]:
-    """The arguments from the begin of whose storage elements are counted."""
+def _storage(node: torch.fx.Node) -> int | None:
+    return storage_of(node.meta.get("example_value"))
+
+
+def _counted_from(module: torch.fx.GraphModule, kinds: bytes) -> list[int]:
+    """The arguments from the begin of whose storage elements are counted. Those of a graph in this one may be any."""
     counting = [n for n in _strided(module) if "storage_offset" in n.kwargs or len(n.args) > 3]
-    roots, given = {_root(n) for n in counting}, (n for n in module.graph.nodes if n.op == "placeholder")
-    return [i for i, n in enumerate(given) if n in roots]
-
-
-def _reaches_beyond(view: Any, base: Any) -> bool:
-    """Has ``view`` elements in the storage of ``base`` that are not in ``base``?"""
-    if _storage(view) is None or _storage(view) != _storage(base):
-        return False  # (the base was given another one since)
-    (start, end), (low, high) = _bytes(view), _bytes(base)
-    return start < end and (start < low or end > high)
-
-
-def _bytes(t: torch.Tensor) -> tuple[int, int]:
-    """Where in its storage it begins and ends; of sizes that may change, as they are now."""
-    shape, strides, start = ([_now(n) for n in ns] for ns in (t.shape, t.stride(), [t.storage_offset()]))
-    last = sum((n - 1) * s for n, s in zip(shape, strides)) if 0 not in shape else -1
-    return start[0] * t.element_size(), (start[0] + last + 1) * t.element_size()
-
-
-def _now(n: Any) -> int:
-    return (n.node.hint or 0) if isinstance(n, torch.SymInt) else n
+    roots = {_root(of) for n in counting if (of := _operand(n)) is not None}
+    inside = any(n.graph is not module.graph for n in counting)
+    given = enumerate(n for n in module.graph.nodes if n.op == "placeholder")
+    return [i for i, n in given if n in roots or inside and kinds[i] != SKIP]

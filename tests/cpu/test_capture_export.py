@@ -235,3 +235,13 @@ def test_errors_say_what_to_do() -> None:
         export_for(nn.Linear(3, 3, device="meta"), (torch.zeros(2, 3, device="meta"),))
     with pytest.raises(CaptureError, match="sparse"):
         export_for(lambda t: t * 2, (torch.eye(3).to_sparse(),), device="cuda")
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_more_of_a_storage_than_the_tensor(start: int) -> None:
+    """What is not in the tensor would be read from wherever a call's tensor lies."""
+    part = x(20)[start : start + 8]
+    export_for(lambda t: t[1:6].as_strided((3,), (2,), start + 1) * 2, (part,))
+    for first, count in ((0, 12), (12, 1)) if start == 0 else ((0, 4),):
+        with pytest.raises(CaptureError, match="of the storage of t that are not in t"):
+            export_for(lambda t, first=first, count=count: t.as_strided((count,), (1,), first) * 2, (part,))

@@ -75,6 +75,10 @@ def test_whole_factors_compute_no_position(mode: str, channels: int) -> None:
         assert not any(isinstance(s, Indirect) or getattr(s, "op", "") == "cast" for s in node.body)
     volume = torch.randn(2, 5, 2, 3, 4).to(memory_format=torch.channels_last_3d)
     compare(lambda x: F.interpolate(x, scale_factor=2, mode=mode), volume, dynamic=False)
+    for sizes in ((1,), (1, 1), (1, 1, 1), (1, 3)):  # of which one element is repeated: not as a view
+        compare(lambda x: F.interpolate(x, scale_factor=2, mode=mode), torch.randn(2, 3, *sizes), dynamic=False)
+    row = torch.randn(2, 4, 3).transpose(0, 1)
+    compare(lambda x: F.interpolate(x, scale_factor=2.5, mode=mode), row, dynamic=False)
 
 
 def test_sizes_known_at_run_time() -> None:
