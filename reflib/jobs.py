@@ -64,7 +64,7 @@ def compile_candidate(state: State, data: Data, say: Say) -> dict[str, Any]:
     scheduled, kernels = generated(from_data(data["program"]), options, target_of)
     late = fallback_kernels(scheduled.nodes)
     triton = [k for name, k in kernels.items() if name not in late and k.language == "triton" and k.grid != 0]
-    reports = [report(compile_kernel(k, targets["cuda"], as_asked=True), targets["cuda"]) for k in triton]
+    reports = [report(compile_kernel(k, targets["cuda"]), targets["cuda"]) for k in triton]
     if cpp := tuple(k for k in kernels.values() if k.language == "cpp"):
         compile_cpp(cpp, options)
     return {"reports": reports}

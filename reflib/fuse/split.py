@@ -77,8 +77,8 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
     once its choices are made: the two steps of a reduction that was cut before are not cut again."""
     if not options.split_reductions:
         return fused
-    program, depends, nodes = fused.program, dependencies(fused.program), list[Node]()
-    buffers = dict(program.buffers)
+    program, depends = fused.program, dependencies(fused.program)
+    nodes, buffers = list[Node](), dict(program.buffers)
     enough = 2 * target.units if target.is_gpu else sys.maxsize  # a thread of a CPU takes many rows
     for position, node in enumerate(program.nodes):
         if not isinstance(node, LoopNest) or not can_split(node) or was_split(node):
@@ -91,11 +91,8 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
             first, node = _by_rows(node, rows, buffers)
             nodes.append(first)
             pieces, least = pieces_wanted(node, buffers, target), 0
-        if pieces == 1:
-            nodes.append(node)
-            continue
-        steps = None if options.batch_invariant else steps_apart(program, node, COLUMNS * enough, MOST)
-        nodes += _split(node, pieces, buffers, least, steps)
+        steps = steps_apart(program, node, COLUMNS * enough, MOST) if pieces > 1 and not options.batch_invariant else None
+        nodes += _split(node, pieces, buffers, least, steps) if pieces > 1 else [node]
     return replace(fused, program=replace(program, nodes=tuple(nodes), buffers=buffers))
 
 

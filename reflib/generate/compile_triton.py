@@ -68,13 +68,12 @@ class Binary:
     pdl: bool = False
 
 
-def compile_kernel(kernel: Kernel, target: Target, as_asked: bool = False) -> Binary:
+def compile_kernel(kernel: Kernel, target: Target, fewer_stages: bool = False) -> Binary:
     """``kernel`` for ``target``, from the cache or from Triton. A kernel that differs from one that is there in names
     alone (a tuned one has another number in the program) is assembled from that one's PTX, which takes a quarter of the
-    time. Where its stages need more shared memory than the target has, it is compiled with fewer: how much a stage
-    takes is Triton's decision, which the model behind a tiling only estimates. Not if it is to be ``as_asked``, as a
-    candidate is that is measured. Raises ToolchainError (no Triton, or it refused the source) or DeviceError (more
-    shared memory than the target has)."""
+    time. ``fewer_stages``: where its stages need more shared memory than the target has, it is compiled with fewer
+    (how much a stage takes is Triton's decision, which the model behind a tiling only estimates). Raises ToolchainError
+    (no Triton, or it refused the source) or DeviceError (more shared memory than the target has)."""
     key = _key(kernel, target)
     named = target.kind != "cuda" or "tl.device_assert(" in kernel.source  # (whose messages have its name)
     first = key if named else _key(_nameless(kernel), target)
@@ -89,9 +88,9 @@ def compile_kernel(kernel: Kernel, target: Target, as_asked: bool = False) -> Bi
         try:
             binary = _compile(kernel, target, key)
         except DeviceError:
-            if as_asked or kernel.num_stages == 1:
+            if not fewer_stages or kernel.num_stages == 1:
                 raise
-            binary = compile_kernel(replace(kernel, num_stages=kernel.num_stages - 1), target)
+            binary = compile_kernel(replace(kernel, num_stages=kernel.num_stages - 1), target, True)
     cache.put("triton", first if like is None else key, _to_bytes(binary), ".bin")
     return binary
 

@@ -158,7 +158,7 @@ class _Making:
         self.members: dict[str, bytes] = {}
 
     def _compile(self, k: Kernel) -> Binary:
-        b, target = compile_kernel(k, self.planned.target), self.planned.target
+        b, target = compile_kernel(k, self.planned.target, True), self.planned.target
         return replace(b, ptx=for_old_drivers(b.ptx, target.arch)) if self.planned.arch == "ptx" else b
 
     def variant(self) -> manifest.PackagedVariant:

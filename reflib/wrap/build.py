@@ -116,7 +116,7 @@ def start_building(program: Program, kernels: Kernels, options: Options, built: 
         if k.language == "triton" and k.grid != 0 and name not in fallbacks:
             one = first[k], _target(_device(program, nodes[name]))
             if one not in begun:
-                begun[one] = built[k] if k in built else _pool().submit(compile_kernel, *one)
+                begun[one] = built[k] if k in built else _pool().submit(compile_kernel, *one, True)
             out.setdefault(k, begun[one])
     return out
 
@@ -154,7 +154,7 @@ class _Part:
         if self.future is not None:
             return self.future.result()
         logger("compile").info("%s: building the fallback", self.kernel.name)
-        return compile_kernel(self.kernel, _target(self.device))
+        return compile_kernel(self.kernel, _target(self.device), True)
 
     def facts(self) -> tuple:
         """For a wrapper in C++."""

@@ -295,8 +295,8 @@ def test_stages_that_do_not_fit_are_fewer() -> None:
     target = parse_target("sm_90")
     kernel = case.kernel("many", "sm_90")
     with pytest.raises(DeviceError, match="8 stages"):
-        compile_kernel(kernel, target, as_asked=True)
-    assert target.shared / 2 < compile_kernel(kernel, target).shared <= target.shared
+        compile_kernel(kernel, target)
+    assert target.shared / 2 < compile_kernel(kernel, target, True).shared <= target.shared
 
 
 def test_threads_take_turns_in_tritons_front_end_and_meet_in_the_assembler(
@@ -434,7 +434,7 @@ def test_layers_that_are_alike_are_compiled_once(monkeypatch) -> None:
 
     compiled: list[str] = []
     monkeypatch.setattr(build, "_target", lambda device: target)
-    monkeypatch.setattr(build, "compile_kernel", lambda k, target: compiled.append(k.name) or k)
+    monkeypatch.setattr(build, "compile_kernel", lambda k, target, fewer_stages: compiled.append(k.name) or k)
     kernels, program = {k.name: k for k in e.kernels}, e.stages.scheduled
     begun = build.start_building(program, kernels, Options())
     assert all(future.result() is first[k] for k, future in begun.items())
