@@ -78,20 +78,20 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
     if not options.split_reductions:
         return fused
     program, depends = fused.program, dependencies(fused.program)
-    nodes, buffers = list[Node](), dict(program.buffers)
+    nodes, buffers, invariant = list[Node](), dict(program.buffers), options.batch_invariant
     enough = 2 * target.units if target.is_gpu else sys.maxsize  # a thread of a CPU takes many rows
     for position, node in enumerate(program.nodes):
         if not isinstance(node, LoopNest) or not can_split(node) or was_split(node):
             nodes.append(node)
             continue
         pieces, least = _pieces(program, depends, position, node, options, target)
-        rows = 0 if options.batch_invariant else _rows(program, depends, position, node)
-        rows = rows or (_long_rows(node, pieces, enough) if pieces > 1 and not options.batch_invariant else 0)
+        rows = 0 if invariant else _rows(program, depends, position, node)
+        rows = rows or (_long_rows(node, pieces, enough) if pieces > 1 and not invariant else 0)
         if product(a.size for a in node.axes[:rows]).hint() >= enough:
             first, node = _by_rows(node, rows, buffers)
             nodes.append(first)
             pieces, least = pieces_wanted(node, buffers, target), 0
-        steps = steps_apart(program, node, COLUMNS * enough, MOST) if pieces > 1 and not options.batch_invariant else None
+        steps = steps_apart(program, node, COLUMNS * enough, MOST) if pieces > 1 and not invariant else None
         nodes += _split(node, pieces, buffers, least, steps) if pieces > 1 else [node]
     return replace(fused, program=replace(program, nodes=tuple(nodes), buffers=buffers))
 
