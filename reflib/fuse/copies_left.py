@@ -41,13 +41,12 @@ def _copied(program: Program, inputs: set[str]) -> Iterator[tuple[str, Updated]]
     d = dependencies(program)
     for node in program.nodes:
         for b, temp in _copies(node):
-            makers = [program.nodes[i] for i in d.writers.get(temp, ())]
-            if b in inputs and temp not in inputs and any(b in m.reads() and isinstance(m, LoopNest) for m in makers):
+            makers = [program.nodes[i] for i in d.writers.get(temp, ()) if temp not in inputs]
+            whole = program.buffers[temp].numel == program.buffers[b].numel  # (else what is written to a part of it)
+            if whole and b in inputs and any(b in m.reads() and isinstance(m, LoopNest) for m in makers):
                 of = [o for m in makers for o in m.origins if o.op != "aten.copy_.default"]
-                whole = whole_copy(program, makers[0]) is not None
-                what = (
-                    "copies it, for slices to be stored over" if whole else "reads other elements of it than it stores"
-                )
+                slices = whole_copy(program, makers[0]) is not None
+                what = "copies it, for slices to be stored over" if slices else "reads other elements than it stores"
                 why = f"{makers[0].name} {what}"
                 where = next((o.source for o in reversed(of) if o.source), "")
                 size = program.buffers[temp].nbytes.hint()
