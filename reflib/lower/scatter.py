@@ -125,6 +125,8 @@ def as_strided_scatter(
 ) -> View:
     """How updates of inputs that are views of one another are captured: ``x`` is the memory that they share."""
     node, s = cx.node.args[0], cx.low.symbols
+    while node.target is cx.node.target:  # type: ignore[union-attr]  # (as in ``views.view``)
+        node = node.args[0]  # type: ignore[union-attr]
     start = s.expr(node.meta["val"].storage_offset())  # type: ignore[union-attr]
     moved = expr(0) if offset is None else expr(offset) - start
     place = View(x.buffer, tuple(map(expr, size)), tuple(map(expr, stride)), moved, cx.dtype)

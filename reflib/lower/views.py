@@ -49,6 +49,8 @@ def view(cx: LoweringContext, base: View, *_: Any, **__: Any) -> Any:
     node = cx.node.args[0] if cx.node.args else cx.node.kwargs["self"]
     if not isinstance(node, torch.fx.Node):
         raise Unsupported("a view of no tensor in the graph")
+    while cx.node.target is aten.as_strided.default and node.target is aten.as_strided_scatter.default:
+        node = node.args[0]  # type: ignore[assignment]  # (its result lies there in a storage, not at 0 as its meta says)
     source = node.meta["val"]
     fakes = cx.fakes
     if any(f.layout != torch.strided for f in (source, *fakes)):

@@ -347,3 +347,14 @@ def test_a_later_backward_may_retain_the_graph() -> None:
         for retain in keep:
             (g,) = torch.autograd.grad(y.sum(), x, retain_graph=retain)
             torch.testing.assert_close(g, want)
+
+
+@BOTH
+def test_elements_counted_from_the_begin_of_a_storage_after_updates(wrapper):
+    def fn(x):
+        first = torch.as_strided(x, (1,), (1,), 3).mul_(3)
+        second = torch.as_strided(x, (2,), (2,), 4).add_(first)
+        return first, second, torch.minimum(first, x)
+
+    mine, eager = (torch.arange(-8, 3)[3:].view(4, 2) for _ in range(2))
+    torch.testing.assert_close((reflib.compile(fn, wrapper=wrapper)(mine), mine), (fn(eager), eager))
