@@ -50,7 +50,7 @@ def view(cx: LoweringContext, base: View, *_: Any, **__: Any) -> Any:
     if not isinstance(node, torch.fx.Node):
         raise Unsupported("a view of no tensor in the graph")
     while cx.node.target is aten.as_strided.default and node.target is aten.as_strided_scatter.default:
-        node = node.args[0]  # type: ignore[assignment]  # (its result lies there in a storage, not at 0 as its meta says)
+        node = node.args[0]  # type: ignore[assignment]  # (its result lies there; its meta function says at 0)
     source = node.meta["val"]
     fakes = cx.fakes
     if any(f.layout != torch.strided for f in (source, *fakes)):
