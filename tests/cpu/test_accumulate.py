@@ -396,10 +396,8 @@ def test_additions_to_one_tensor_are_one_kernel(seed: int) -> None:
 
 
 def test_a_sum_that_is_copied_is_made_in_the_copy() -> None:
-    f = sums(3, lambda a, b, c: (a + b) + c, F32)
-    assert filled(f) == 1 and len(kernels(f)) == 1 + len(adding(f)), "nothing is read back"
-    f = sums(2, lambda a, b: (a + b).t(), F32)
-    assert len(kernels(f)) == 1 + len(adding(f))
+    for f in (sums(n, add, F32) for n, add in ((3, lambda a, b, c: (a + b) + c), (2, lambda a, b: (a + b).t()))):
+        assert filled(f) == 1 and len(kernels(f)) == 1 + len(adding(f))
     assert len(kernels(sums(2, lambda a, b: a + b, BF16))) == 2 + len(adding(f)), "rounded from float32"
     both = lambda x, i, v: (y := (x.sin().index_add(0, i, v) + 0.0), y.exp())  # noqa: E731
     fused(both, torch.randn(9, 3), torch.randint(0, 9, (20,)), torch.randn(20, 3))

@@ -258,12 +258,6 @@ def test_every_recorded_number_is_in_a_table(pages: Path) -> None:
             assert values >= sum(r["value"] is not None for r in group)
 
 
-def test_a_recording_of_several_runs_says_all_their_dates() -> None:
-    rows = [{"commit": "b", "date": "2026-11-30"}, {"commit": "a", "date": "2026-11-21"}]
-    said = data.made_with({"shared": {"device": "NVIDIA H200", "versions": {"torch": "2.11"}}, "rows": rows})
-    assert said == "Measured on 2026-11-21 and 2026-11-30 with torch 2.11, at commits `a`, `b`."
-
-
 def test_two_values_of_one_case_have_two_lines() -> None:
     row = {"case": "a", "metric": "time", "unit": "µs", "value": 1.0, "at": {"n": 4}}
     heads, body = data.told_by([row, {**row, "value": 2.0, "note": "again"}])
