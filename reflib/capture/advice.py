@@ -41,7 +41,7 @@ _ADVICE = (
         "the model with torch.export.export(..., strict=True), which captures it, and give that program",
     ),
     (
-        ("lifted_tensor", "doesn't have storage", "storage of TensorWrapper"),
+        ("lifted_tensor", "doesn't have storage", "storage of TensorWrapper", "Expected FakeTensor"),
         "Gradients that it computes itself (torch.func.grad, torch.autograd.grad) are captured by "
         "torch.fx.experimental.proxy_tensor.make_fx(f)(*args): export what that returns",
     ),
