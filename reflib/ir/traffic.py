@@ -96,16 +96,17 @@ def _divided(a: BinOp, inner: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def accesses(body: Sequence[Stmt], buffers: Mapping[str, Buffer], only: Container[int] | None = None) -> list[Access]:
-    """The loads and stores of ``body`` (``only``: of those statements), each element of a buffer once."""
+    """The loads and stores of ``body`` (``only``: of those statements), once each sector that several loads read."""
     made_of: list[frozenset[Expr]] = []  # per statement: the index expressions behind its value
-    out: dict[tuple[type, str, Expr], Access] = {}
+    out: dict[tuple, Access] = {}
     gathers = any(isinstance(s, Indirect) for s in body)  # else nothing asks for these
     for i, s in enumerate(body):
         if isinstance(s, (Load, Store)) and (only is None or i in only):
             loaded = frozenset().union(*(made_of[a.id] for a in s.index.atoms() if isinstance(a, Ref)))
-            b = buffers[s.buffer]
-            kept = bool(loaded) and isinstance(s, Load) and b.nbytes.hint() <= L2
-            out[type(s), s.buffer, s.index] = Access(s.index, b.dtype.itemsize, isinstance(s, Store), loaded, kept)
+            b, store = buffers[s.buffer], isinstance(s, Store)
+            kept = bool(loaded) and not store and b.nbytes.hint() <= L2
+            near = tuple((m, n) for m, c in s.index.terms if (n := c if m or store else c * b.dtype.itemsize // SECTOR))
+            out[store, s.buffer, near] = Access(s.index, b.dtype.itemsize, store, loaded, kept)
         if gathers:
             own = frozenset(e for e in stmt_exprs(s) if e.variables())
             made_of.append(own.union(*(made_of[a] for a in stmt_args(s))))

@@ -10,9 +10,8 @@ calls, and 80 us of additions). Outside of the call both are loop nests, which f
 Eager rounds the result before it adds the bias, as this does. It does not in ATen's own kernels for depthwise
 convolutions, to which it gives halves that are not in channels-last order: those keep their bias.
 
-A depthwise convolution multiplies a window of each channel by a few numbers: a pooling with weights, and so a loop nest
-that fuses with what follows. Not of tensors in channels-last order, for which cuDNN has kernels. (A 5 x 5 blur of 4
-channels in float32, 81 MB: 332 us by ATen's kernel on an H200, 209 by cuDNN's with two copies to NHWC.)
+Depthwise ones of few elements are loop nests (``depthwise``). Of sequences ATen copies what is not contiguous, an
+element at a time; our copy moves tiles, or what computes the sequence stores it so.
 """
 
 from collections.abc import Sequence
@@ -21,65 +20,49 @@ from typing import Any
 
 import torch
 
-from reflib.ir.expr import expr, product
 from reflib.ir.ops import value_dtype
 from reflib.ir.program import View
 
 from .body import NestBuilder, Value, check_dtype, nest
-from .context import LoweringContext
+from .context import LoweringContext, contiguous_strides
+from .depthwise import channels_last, depthwise, grad_of_input, grad_of_weight, is_window
 from .extern import extern
-from .pooling import Geometry, Window
 from .reductions import reduction
 from .rules import Unsupported, rule
 
 aten = torch.ops.aten
 _PLAIN = "library call"
-TAPS = 25  # of a depthwise window: 5 x 5
 
 
 @rule("convolution.default")
 def convolution(cx: LoweringContext, x: View, weight: View, bias: View | None, *how: Any) -> View:
-    groups = how[-1]
-    if cx.on_gpu and _is_window(cx, x, weight, *how):
-        return _depthwise(cx, x, weight, bias, *how[:3])
-    if not cx.on_gpu or bias is None or _in_one_kernel(x, groups):
+    if is_window(cx, x, weight, *how):
+        return depthwise(cx, x, weight, bias, *how[:3])
+    if not cx.on_gpu:
         raise Unsupported(_PLAIN)
-    inner = replace(cx, name=cx.low.unique(f"{cx.name}_call"))
-    product = extern(inner, aten.convolution.default, (x, weight, None, *how), {}, _PLAIN)
+    apart = bias is not None and not _in_one_kernel(x, how[-1])
+    inner = replace(cx, name=cx.low.unique(f"{cx.name}_call")) if apart else cx
+    given = (_sequence(cx, x), weight, None if apart else bias, *how)
+    result = extern(inner, aten.convolution.default, given, {}, _PLAIN)
 
     def biased(k: NestBuilder) -> Value:
-        return k.load(product) + k.load(bias, [k.coords[len(k.coords) - len(product.shape) + 1]])
+        return k.load(result) + k.load(bias, [k.coords[len(k.coords) - len(result.shape) + 1]])
 
-    return nest(cx, biased)
+    return nest(cx, biased) if apart else result
 
 
 def _in_one_kernel(x: View, groups: Any) -> bool:
     """Does ATen add the bias to halves before it rounds them? In its own kernels for depthwise convolutions."""
     depthwise = groups == x.shape[1] and groups != 1
-    return depthwise and x.dtype in (torch.float16, torch.bfloat16) and x.strides[1] != 1
+    return depthwise and x.dtype in (torch.float16, torch.bfloat16) and not channels_last(x)
 
 
-def _is_window(cx: LoweringContext, x: View, weight: View, *how: Any) -> bool:
-    """Is it depthwise, a result per channel, of few elements that are not in channels-last order?"""
-    transposed, groups, taps = how[3], expr(how[-1]).constant or 1, product(weight.shape[1:]).constant
-    exact = cx.low.options.numerics == "eager"
-    depthwise = groups > 1 and x.shape[1] == groups and weight.shape[0] == groups and len(x.shape) == len(weight.shape)
-    few = taps is not None and taps <= TAPS
-    return depthwise and few and not transposed and not exact and x.strides[1] != 1
-
-
-def _depthwise(
-    cx: LoweringContext, x: View, weight: View, bias: View | None, stride: Any, padding: Any, dilation: Any
-) -> View:
-    out, sizes = cx.out(), x.shape[2:]
-    g = Geometry.of(len(sizes), list(weight.shape[2:]), stride, padding, dilation, ceil=False)
-    w, compute = Window(cx, out, g.kernel), value_dtype(check_dtype(x.dtype))
-    sides = [g.side(d, w.spatial[d], size) for d, size in enumerate(sizes)]
-    k, channel = w.k, w.lead[1]
-    taps = (k.load(weight, [channel, expr(0), *map(expr, p)]).to(compute) for p in w.points())
-    elements = (k.load(x, [*w.lead, *at], inside).to(compute) for at, inside in w.elements(sides))
-    total = w.sum(element * tap for element, tap in zip(elements, taps))
-    return w.finish(out, total if bias is None else total + k.load(bias, [channel]).to(compute))
+def _sequence(cx: LoweringContext, x: View) -> View:
+    """``x``, contiguous if it is of one dimension."""
+    strides = zip(x.shape, x.strides, contiguous_strides(x.shape))
+    if len(x.shape) != 3 or all(have == want or size == 1 for size, have, want in strides):
+        return x
+    return nest(cx, lambda k: k.load(x), cx.temp("rows", x.shape, x.dtype))
 
 
 @rule("convolution_backward.default")
@@ -87,14 +70,21 @@ def convolution_backward(
     cx: LoweringContext, grad: View, x: View, weight: View, bias_sizes: Any, *how: Any
 ) -> Sequence[Any]:
     *settings, mask = how
-    if not cx.on_gpu or not mask[2]:
+    if not cx.on_gpu:
         raise Unsupported(_PLAIN)
-    made: Sequence[Any] = (None, None, None)
-    if mask[0] or mask[1]:
-        inner = replace(cx, fake=(*cx.fake[:2], None))
-        given = grad, x, weight, bias_sizes, *settings, [*mask[:2], False]
-        made = extern(inner, aten.convolution_backward.default, given, {}, _PLAIN)
-    sums = replace(cx, fake=cx.fake[2], name=cx.low.unique(f"{cx.name}_bias"))
-    compute = value_dtype(check_dtype(sums.dtype))
-    dims = tuple(d for d in range(len(grad.shape)) if d != 1)
-    return [*made[:2], reduction(sums, grad, dims, lambda k, v: k.reduce("sum", v.to(compute)))]
+    made: list[Any] = [None, None, None]
+    of = [replace(cx, fake=f, name=cx.low.unique(f"{cx.name}_{i}")) for i, f in enumerate(cx.fake)]
+    if is_window(cx, x, weight, *settings):
+        made[0] = grad_of_input(of[0], grad, weight, *settings) if mask[0] else None
+        made[1] = grad_of_weight(of[1], grad, x, weight, *settings) if mask[1] else None
+    if mask[2]:
+        compute = value_dtype(check_dtype(of[2].dtype))
+        dims = tuple(d for d in range(len(grad.shape)) if d != 1)
+        made[2] = reduction(of[2], grad, dims, lambda k, v: k.reduce("sum", v.to(compute)))
+    left = [wanted and m is None for wanted, m in zip(mask, made)]
+    if any(left):
+        inner = replace(cx, fake=tuple(f if take else None for f, take in zip(cx.fake, left)))
+        given = (_sequence(cx, grad), _sequence(cx, x), weight, bias_sizes, *settings, left)
+        found = extern(inner, aten.convolution_backward.default, given, {}, _PLAIN)
+        made = [f if take else m for f, take, m in zip(found, left, made)]
+    return made

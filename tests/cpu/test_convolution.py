@@ -119,6 +119,41 @@ def test_depthwise_windows_are_loops(seed: int) -> None:
     assert len(calls(eager)) == 1
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_depthwise_gradients_are_loops(seed: int) -> None:
+    """Of sequences in any order, and of images that are not channels-last: all three, but for strides and many taps."""
+    rng = random.Random(seed)
+    dims, c, dtype = rng.choice([1, 1, 2]), rng.randrange(2, 7), rng.choice([HALF, torch.float16, torch.float32])
+    sizes = [rng.randint(7, 12) for _ in range(dims)]
+    x, w = ints(rng, 2, c, *sizes, dtype=dtype), ints(rng, c, 1, *(rng.randrange(1, 5) for _ in range(dims)), dtype=dtype)
+    if dims == 1 and rng.random() < 0.7:
+        x = x.mT.contiguous().mT
+    how = [[1] * dims, *([rng.randrange(least, 3) for _ in range(dims)] for least in (0, 1)), False, [0] * dims, c]
+    if seed % 4 == 3:
+        how[0] = [2] * dims
+    g = ints(rng, *aten.convolution(x, w, None, *how).shape, dtype=dtype)
+    mask = [rng.random() < 0.8, True, rng.random() < 0.5]
+
+    def fn(g, x, w):
+        return [t.relu() for t in aten.convolution_backward(g, x, w, [c], *how, mask) if t is not None]
+
+    program = program_of(fn, g, x, w)
+    many = w[0].numel() > 9
+    assert bool(calls(program)) == (many or how[0][0] != 1 and mask[0])
+    for got, want in zip(interpret(program, [g, x, w]), fn(g.double(), x.double(), w.double())):
+        torch.testing.assert_close(got, want.to(dtype), rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-4)
+
+
+def test_sequences_are_given_as_aten_wants_them() -> None:
+    """Contiguous, stored so by the kernel that computes them: ATen would copy them an element at a time."""
+    rng = random.Random(3)
+    x, w = ints(rng, 2, 9, 6), ints(rng, 4, 6, 3)
+    program = program_of(lambda x, w: torch.nn.functional.conv1d((x * 2).mT, w), x, w)
+    (call,) = calls(program)
+    assert [s.constant for s in call.args[0].strides] == [6 * 9, 9, 1]
+    same(interpret(program, [x, w])[0], torch.nn.functional.conv1d((x * 2).mT, w))
+
+
 def test_a_bias_fuses_with_what_follows() -> None:
     net = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3), torch.nn.GELU(), torch.nn.Conv2d(8, 8, 1)).to(HALF)
     x = torch.ones(2, 4, 8, 8, dtype=HALF).contiguous(memory_format=torch.channels_last)
