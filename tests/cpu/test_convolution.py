@@ -125,7 +125,8 @@ def test_depthwise_gradients_are_loops(seed: int) -> None:
     rng = random.Random(seed)
     dims, c, dtype = rng.choice([1, 1, 2]), rng.randrange(2, 7), rng.choice([HALF, torch.float16, torch.float32])
     sizes = [rng.randint(7, 12) for _ in range(dims)]
-    x, w = ints(rng, 2, c, *sizes, dtype=dtype), ints(rng, c, 1, *(rng.randrange(1, 5) for _ in range(dims)), dtype=dtype)
+    x = ints(rng, 2, c, *sizes, dtype=dtype)
+    w = ints(rng, c, 1, *(rng.randrange(1, 5) for _ in range(dims)), dtype=dtype)
     if dims == 1 and rng.random() < 0.7:
         x = x.mT.contiguous().mT
     how = [[1] * dims, *([rng.randrange(least, 3) for _ in range(dims)] for least in (0, 1)), False, [0] * dims, c]
