@@ -16,7 +16,7 @@ their nodes read and what reads them decides, by bytes.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
 from ..ir.expr import Expr, Var, expr
@@ -76,15 +76,16 @@ def _chains(program: Program, d: Dependencies) -> dict[str, View]:
                 groups |= dict.fromkeys(mine, mine)
     out: dict[str, View] = {}
     for group in {id(g): g for g in groups.values() if len(g) > 1}.values():
-        if (best := _voted(program, d, group)) is not None:
+        if (best := _voted(program, d, group, groups)) is not None:
             for name in group:
                 b = program.buffers[name]
                 out[name] = _dense(b, sorted(range(len(b.shape)), key=lambda k: (k != best, b.strides[k].hint())))
     return out
 
 
-def _voted(program: Program, d: Dependencies, group: list[str]) -> int | None:
-    """The dimension along which neighbours should lie, if that is another one than they do; by bytes."""
+def _voted(program: Program, d: Dependencies, group: list[str], free: Container[str]) -> int | None:
+    """The dimension along which neighbours should lie, if that is another one than they do; by bytes. What else is read
+    does not count if it is ``free`` to take another order itself: two chains would take each other's."""
     votes: Counter[int] = Counter()
     rows = set[int]()  # dimensions that norms need as they are
     for name in group:
@@ -93,7 +94,7 @@ def _voted(program: Program, d: Dependencies, group: list[str]) -> int | None:
         dims = whole_dimensions(b, node, node.stores()[0])
         axes = [a.var for a in node.axes if a.size != 1]
         assert dims is not None
-        found = (_inner(s.index, axes) for s in node.loads() if s.buffer not in group)
+        found = (_inner(s.index, axes) for s in node.loads() if s.buffer not in free)
         votes.update({dims.index(v): b.dtype.itemsize for v in found if v is not None})
         readers = [n for i in d.readers[name] if isinstance(n := program.nodes[i], LoopNest)]
         normed = _normed(readers)

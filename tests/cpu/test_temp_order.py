@@ -58,6 +58,20 @@ def test_a_chain_stays_where_all_around_it_has_its_order() -> None:
     assert all(b.strides[-1] != 1 or len(b.shape) < 3 for b in e.fused.buffers.values() if b.kind == "temp")
 
 
+def test_two_chains_do_not_take_the_order_of_each_other() -> None:
+    """What a class index is compared with has no order of its own; probabilities have that of what they are made of."""
+
+    def loss(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        p = x.softmax(1)
+        y = torch.nn.functional.one_hot(target, x.shape[1]).movedim(-1, 1).to(p.dtype)
+        return torch.stack([(a * b).sum((0, 2, 3)) for a, b in ((p, y), (p, 1 - y), (1 - p, y))])
+
+    x, target = torch.randn(B, 6, S, 2 * S, dtype=torch.bfloat16), torch.randint(0, 6, (B, S, 2 * S))
+    e = reflib.explain(loss, x, target, target="sm_90")
+    (p,) = {b for n in e.fused.nodes for b in n.writes() if tuple(map(int, e.fused.buffers[b].shape)) == tuple(x.shape)}
+    assert tuple(map(int, e.fused.buffers[p].strides)) == x.stride()
+
+
 def test_values() -> None:
     """The pass alone, for a GPU, of a program for a CPU, which the interpreter runs."""
 
