@@ -12,7 +12,8 @@ the same rows (a norm of 4 features), or put its result back beside each element
 
 **Strided elements** (``across``, on the kernels that fusion made). Where neighbours in memory are other results, lanes
 go along these. Triton then spreads a row's few elements over warps, and what is computed per row goes through shared
-memory, a barrier each time. Written out, a thread has all elements of its rows, and nothing is exchanged.
+memory, a barrier each time. Written out, a thread has all elements of its rows, and nothing is exchanged. (A softmax
+over 8 channels of 445 images of 120 x 128, bf16, H200: 508 us before, 66 with another order of what it stores.)
 
 **Shared elements** (likewise). All pairs of two short lists of points read each coordinate thousands of times: from
 the cache. What counts is how many lanes work, and of a row of 5 in a block of 8 three lanes do not.
@@ -59,6 +60,7 @@ from .producers import Producer, make_producer, makes_all, replace_loads
 from .result import Fused, Reason
 
 LONGEST = 8  # elements: from a second row of them on, a thread has their registers twice
+STRIDED = 32  # elements that one thread has, where lanes go along the results of many threads
 COORDINATES, LONG = 4, 1 << 12  # of a row; rows or elements that are worth it
 MAX_WORK = 96  # loads and operations of one result
 LESS = 0.6  # of the instructions: what is left where a kernel's points are written out by part
@@ -228,11 +230,12 @@ def across(fused: Fused, options: Options, target: Target) -> Fused:
     def new(n: Node) -> Node:
         if not isinstance(n, LoopNest) or any(s.reduce for s in n.stores()):
             return n
-        if _few(n, max(LONGEST, len(n.loads()))) and (not options.batch_invariant or _in_pairs(n)):
+        longest = STRIDED if n.numel.hint() >= FILLED * target.units else LONGEST
+        if _few(n, max(longest, len(n.loads()))) and (not options.batch_invariant or _in_pairs(n)):
             written_out = unrolled(n, options.batch_invariant)
-            short = _few(n) and (_strided(n, buffers) or _shared(n, buffers))
+            short = _few(n) and _shared(n, buffers) or _few(n, longest) and _strided(n, buffers)
             short = short or len(written_out.loads()) < len(n.loads())  # it reads each of them by itself as well
-            n = written_out if short and len(written_out.body) <= MAX_BODY else n
+            n = written_out if short and len(written_out.body) <= 2 * MAX_BODY else n
         return n if n.reduced else _by_part(n, target, buffers)
 
     nodes = tuple(map(new, fused.program.nodes))

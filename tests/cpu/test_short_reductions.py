@@ -13,7 +13,7 @@ from triton_programs import colours
 
 import reflib
 from reflib.fuse import unroll
-from reflib.fuse.unroll import LONGEST
+from reflib.fuse.unroll import LONGEST, STRIDED
 
 
 def nearest(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,6 +123,9 @@ def test_few_strided_elements_are_written_out(seed: int) -> None:
         assert [n.rnumel.hint() for n in kernels(fused(fn, args, batch_invariant=True))] in ([rows], [1])  # in pairs
     longer = torch.rand(40, LONGEST + 1, columns)
     assert [n.rnumel.hint() for n in kernels(fused(back, (longer,)))] == [LONGEST + 1]
+    many = torch.rand(200, r.randrange(LONGEST + 1, STRIDED + 1), 700)  # enough results for a thread each
+    assert [n.rnumel.hint() for n in kernels(fused(back, (many,)))] == [1]
+    assert [n.rnumel.hint() for n in kernels(fused(back, (many.mT.contiguous().mT,)))] == [many.shape[1]]
 
 
 @pytest.mark.parametrize("seed", range(4))
