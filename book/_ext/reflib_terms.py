@@ -40,7 +40,11 @@ class FirstUses(SphinxPostTransform):
 
     def link(self, text: nodes.Text, wanted: dict[str, str], terms: dict[str, str]) -> None:
         """Split the text at terms not linked yet; every spelling of one counts as that one."""
-        longest = "|".join(map(re.escape, sorted(wanted, key=len, reverse=True)))
+        lowered = text.lower()
+        here = [name for name in wanted if name in lowered]  # few: a pattern of all terms takes long to compile
+        if not here:
+            return
+        longest = "|".join(map(re.escape, sorted(here, key=len, reverse=True)))
         # a whole word, no part of a file's name; after "is" it is a verb's form (a loop is spread over programs)
         pattern = re.compile(rf"(?i)(?<!\bis )(?<!\bare )(?<![\w./-])({longest})(s?)(?![\w/-]|\.\w)")
         pieces: list[nodes.Node] = []

@@ -246,6 +246,13 @@ def test_rows_are_added_in_their_order() -> None:
         assert "aten.scatter_add" in calls(lambda x, i, y: x.scatter_add(0, wide(i).clone(), y))
 
 
+@pytest.mark.parametrize("rows, bits", [(32_767, 16), (32_768, 32)])
+def test_places_are_sorted_in_16_bits_where_they_hold_the_number_of_rows(rows: int, bits: int) -> None:
+    index, y = torch.zeros(50, dtype=torch.int64), torch.empty(50)
+    e = reflib.explain(lambda x, i, y: x.index_add(0, i, y), torch.empty(rows), index, y, target="sm_90", **ON)
+    assert {str(b.dtype) for n, b in e.program.buffers.items() if "places" in n} == {f"torch.int{bits}"}
+
+
 @pytest.mark.parametrize("program", ["segment_sums_interpreting.py", "attention_apart_interpreting.py"])
 def test_a_gpus_kernels_are_as_exact_as_eager(program: str) -> None:
     assert {n: why for n, why in results(program).items() if why} == {}
