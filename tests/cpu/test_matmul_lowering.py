@@ -163,7 +163,8 @@ def followed(fn):
 def test_an_outer_product_is_fused(dtype, options):
     """As the rotary angles are: frequencies times positions."""
     args = ints(2, 5, 1, dtype=dtype), ints(2, 1, 6, dtype=dtype)
-    for fn, given in ((torch.bmm, args), (torch.mm, (args[0][0], args[1][0])), (torch.bmm, (args[0], args[1][:, :, :0]))):
+    a, b = args
+    for fn, given in ((torch.bmm, args), (torch.mm, (a[0], b[0])), (torch.bmm, (a, b[:, :, :0]))):
         program = program_of(followed(fn), *given, options=options)
         assert all(isinstance(node, LoopNest) for node in program.nodes)
         torch.testing.assert_close(interpret(program, list(given))[0], followed(fn)(*given), rtol=0, atol=0)
