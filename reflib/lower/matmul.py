@@ -58,6 +58,8 @@ def baddbmm(cx: LoweringContext, bias: View, a: View, b: View, *, beta: Any = 1,
 def _product(cx: LoweringContext, target: Any, a: View, b: View, args: tuple[View, ...], kwargs: dict[str, Any]) -> Any:
     """A Choice, if there is anything to choose from; Unsupported (a plain call) if there is not."""
     gpu = cx.on_gpu
+    if a.shape[-1] == 1 and len(args) == 2 and a.dtype == b.dtype == cx.dtype:  # rotary angles, for one
+        return cx.call(aten.mul.Tensor, a, b)  # rounded once, too, and fused with what uses it
     if cx.low.options.batch_invariant:
         return _in_one_order(cx, a, b, args, kwargs)
     if not worth_choosing(cx, gpu, a, b):

@@ -9,7 +9,7 @@ import torch
 import reflib
 from reflib.ir.data import from_data, to_data
 from reflib.ir.interpret import interpret
-from reflib.ir.loops import Acc, Load, Op
+from reflib.ir.loops import Acc, Load, LoopNest, Op
 from reflib.ir.program import Choice, Extern, Program, Template
 from reflib.ir.verify import verify
 from reflib.lower.matmul import float32_precision
@@ -148,9 +148,26 @@ def test_views_in_the_graph():
 
 @pytest.mark.parametrize("m, n, k", [(1, 6, 7), (5, 1, 7), (5, 6, 1), (1, 1, 1), (1, 1, 64)])
 def test_sizes_of_one(m, n, k):
-    check(torch.mm, ints(m, k), ints(k, n))
-    check(torch.bmm, ints(2, m, k), ints(2, k, n))
+    if k > 1:
+        check(torch.mm, ints(m, k), ints(k, n))
+        check(torch.bmm, ints(2, m, k), ints(2, k, n))
     check(torch.addmm, ints(n), ints(m, k), ints(k, n))
+
+
+def followed(fn):
+    return lambda a, b: fn(a, b).transpose(-1, -2) + 1
+
+
+@pytest.mark.parametrize("options", [GPU, Options()])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+def test_an_outer_product_is_fused(dtype, options):
+    """As the rotary angles are: frequencies times positions."""
+    args = ints(2, 5, 1, dtype=dtype), ints(2, 1, 6, dtype=dtype)
+    a, b = args
+    for fn, given in ((torch.bmm, args), (torch.mm, (a[0], b[0])), (torch.bmm, (a, b[:, :, :0]))):
+        program = program_of(followed(fn), *given, options=options)
+        assert all(isinstance(node, LoopNest) for node in program.nodes)
+        torch.testing.assert_close(interpret(program, list(given))[0], followed(fn)(*given), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("m, n, k", [(0, 6, 7), (5, 0, 7), (5, 6, 0), (0, 0, 0)])
