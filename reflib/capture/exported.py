@@ -12,7 +12,6 @@ from typing import Any
 import sympy
 import torch
 from torch._functorch import config
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CaptureError
 from .advice import first_lines
@@ -20,8 +19,10 @@ from .copies import copied
 from .graph import Graph, ranges_of
 from .launch_checks import check_kept
 from .returned import views_back
+from .storages import counted_from, reaches_beyond
 
 WRITTEN = {"BUFFER_MUTATION": "weight", "USER_INPUT_MUTATION": "argument"}  # in a signature: what is written to
+BEGINS = "begins"  # of an input from the begin of whose storage elements are counted: so many before its first
 Rewrite = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
 
 
@@ -38,12 +39,16 @@ def exported_graph(program: Any, decompositions: dict, rewrite: Rewrite = lambda
         raise CaptureError(f"expected a torch.export.ExportedProgram, got {type(program).__name__}")
     env = _shape_env(program)
     before = len(env.guards) if env is not None else 0
+    given = program.graph.find_nodes(op="placeholder")
+    counted = {given[i].name for i in counted_from(program.graph_module)}  # (once functional, views are of new values)
     program = _rewritten(program, rewrite)
     program = _functional(program, decompositions)  # in the same ShapeEnv: what it assumes is found there
     if env is not None:
         env.guards[before:] = [g for g in env.guards[before:] if not _of_two_or_more(g.expr)]
     _within(program.graph_module)
     _writes(program)
+    for node in (n for n in program.graph.find_nodes(op="placeholder") if n.name in counted):
+        node.meta[BEGINS] = node.meta["val"].storage_offset()
     held = {s.arg.name for s in program.graph_signature.input_specs if s.kind.name in ("PARAMETER", "BUFFER")}
     return Graph(program.graph_module, "inference", frozenset(held), ranges=ranges_of(program)), program
 
@@ -125,29 +130,3 @@ def _within(module: torch.fx.GraphModule) -> None:
         if reaches_beyond(n.meta.get("val"), root.meta.get("val")):
             what = f"{n.name} has elements of the storage of {root.name} that are not in {root.name}"
             raise CaptureError(f"{what}: give the model the tensor that has them, or a clone() of {root.name}")
-
-
-def reaches_beyond(view: Any, base: Any) -> bool:
-    """Has ``view`` elements in the storage of ``base`` that are not in ``base``?"""
-    if storage_of(view) is None or storage_of(view) != storage_of(base):
-        return False  # (the base was given another one since)
-    (start, end), (low, high) = _bytes(view), _bytes(base)
-    return start < end and (start < low or end > high)
-
-
-def storage_of(x: Any) -> int | None:
-    """A tensor's, as a number; None of what has none of its own."""
-    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or is_traceable_wrapper_subclass(x):
-        return None
-    return x.untyped_storage()._cdata
-
-
-def _bytes(t: torch.Tensor) -> tuple[int, int]:
-    """Where in its storage it begins and ends; of sizes that may change, as they are now."""
-    shape, strides, start = ([_now(n) for n in ns] for ns in (t.shape, t.stride(), [t.storage_offset()]))
-    last = sum((n - 1) * s for n, s in zip(shape, strides)) if 0 not in shape else -1
-    return start[0] * t.element_size(), (start[0] + last + 1) * t.element_size()
-
-
-def _now(n: Any) -> int:
-    return (n.node.hint or 0) if isinstance(n, torch.SymInt) else n

@@ -14,12 +14,13 @@ from ..ir.program import Assume, Program, holds
 
 @dataclass(frozen=True)
 class Expected:
-    """A tensor."""
+    """A tensor. ``begins``: so many elements of its storage are before its first one; None: any number."""
 
     dtype: torch.dtype
     device: torch.device
     shape: tuple[Expr, ...]
     strides: tuple[Expr, ...]
+    begins: int | None = None
 
 
 @dataclass(frozen=True)
@@ -140,17 +141,18 @@ def of_exported(exported: Any, program: Program) -> Convention:
 
     Raises ReflibError for inputs and outputs that are not supported.
     """
-    from ..capture.exported import WRITTEN
+    from ..capture.exported import BEGINS, WRITTEN
     from ..capture.graph import ranges_of
     from .guards import guards_of  # (sympy, which loading a package does not need)
 
     sig = exported.graph_signature
     inputs, arguments = [], []
+    begins = {n.name: n.meta.get(BEGINS) for n in exported.graph.find_nodes(op="placeholder")}
     for spec, x in zip([s for s in sig.input_specs if s.kind.name != "TOKEN"], program.inputs, strict=True):
         kind = spec.kind.name
         if kind == "USER_INPUT":
             inputs.append("")
-            arguments.append(_argument(spec.arg, x, program))
+            arguments.append(_argument(spec.arg, x, program, begins.get(spec.arg.name)))
         elif kind in WEIGHTS:
             inputs.append(spec.target)
         else:
@@ -175,8 +177,8 @@ def of_exported(exported: Any, program: Program) -> Convention:
     )  # fmt: skip
 
 
-def _argument(arg: Any, x: Any, program: Program) -> Argument:
+def _argument(arg: Any, x: Any, program: Program, begins: int | None) -> Argument:
     if isinstance(x, str):
         b = program.buffers[x]
-        return Argument(arg.name, Expected(b.dtype, b.device, b.shape, b.strides))
+        return Argument(arg.name, Expected(b.dtype, b.device, b.shape, b.strides, begins))
     return Argument(arg.name, None, x if isinstance(x, Sym) else getattr(arg, "value", x))

@@ -69,7 +69,8 @@ class ExportedCallable:
         now: Callable[..., Any] = self._slow
         after = self._given == list(range(len(c.inputs) - len(self._given), len(c.inputs)))  # the weights
         checks = getattr(self._call, "checks_inputs", False)
-        if after and (checks or self._recorded) and host.has_entries():
+        anywhere = all(a.tensor is None or a.tensor.begins is None for a in c.arguments)
+        if after and anywhere and (checks or self._recorded) and host.has_entries():
             now = self._fast(self._call.load() if checks else None)
         self._call = self._records or self._call
         self.__call__ = now
@@ -286,6 +287,12 @@ def _fitting(argument: Argument, got: Any) -> Any:
             raise ReflibError(f"{name}: {what} {have}, but it was exported with {asked}")
     if not structure.allocated(got):
         raise ReflibError(f"{name}: {structure.why_not_allocated(got)}")
+    if want.begins not in (None, at := got.storage_offset()):
+        instead = f"{argument.name}.clone()" if want.begins == 0 else "one that begins there"
+        raise ReflibError(
+            f"{name} begins at element {at} of its storage, at element {want.begins} when it was exported, and the "
+            f"model's as_strided counts from the storage's first: pass {instead}"
+        )
     return got.resolve_neg()
 
 

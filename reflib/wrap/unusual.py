@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..capture.exported import reaches_beyond, storage_of
+from ..capture.storages import counted_from, reaches_beyond, root, strided, value_of
 from ..errors import ArgumentError
 from ..ir.expr import Sym
 from ..logs import get as logger
@@ -60,7 +60,7 @@ def op_by_op(
     are results of an earlier graph, of which one is updated here.) Plugs into ``pipeline.COMPILE``."""
     plain = (x for x in inputs if _is_looked_at(x) and x.layout is torch.strided)
     seen = [(x, x._base) for x in plain if x._is_view()]
-    seen += [(n.meta.get("example_value"), _root(n).meta.get("example_value")) for n in _strided(module)]
+    seen += [(value_of(n), value_of(root(n))) for n in strided(module)]
     why = "it sees more of a storage than the tensor that is in it"
     if not any(reaches_beyond(view, base) for view, base in seen):
         try:
@@ -113,7 +113,7 @@ def _forward(call: Callable[..., Any], module: torch.fx.GraphModule, inputs: Seq
         logger("fallback").info("a graph is run op by op: its arguments are not plain memory, or share it")
         return module(*args)
 
-    places = [(i, inputs[i].storage_offset()) for i in _counted_from(module, kinds)]
+    places = [(i, inputs[i].storage_offset()) for i in counted_from(module)]
 
     def in_place(*args: Any) -> Any:
         return (run if all(args[i].storage_offset() == at for i, at in places) else module)(*args)
@@ -218,41 +218,3 @@ def _usual() -> Callable[[Sequence[Any], bytes, tuple], bool]:
     from .host import checks
 
     return checks() or (lambda args, kinds, layouts: not any(layouts) and _as_captured(args, kinds, set()))
-
-
-# -- views of storages ----------------------------------------------------------------------------------
-def _strided(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    """Of a graph of Dynamo's, and those in it."""
-    graphs = [m.graph for m in module.modules() if isinstance(m, torch.fx.GraphModule)]
-    return [n for g in graphs for n in g.nodes if n.op.startswith("call") and "as_strided" in str(n.target)]
-
-
-def _root(node: torch.fx.Node) -> torch.fx.Node:
-    """The tensor that ``node`` is a view of, through others."""
-    root, storage = node, _storage(node)
-    while (of := _operand(node)) is not None:
-        node = of
-        if (there := _storage(node)) is not None:  # (else one of several, as of a split)
-            if there != storage:
-                break
-            root = node
-    return root
-
-
-def _operand(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Its first one, which may be given by name."""
-    first = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
-    return first if isinstance(first, torch.fx.Node) else None
-
-
-def _storage(node: torch.fx.Node) -> int | None:
-    return storage_of(node.meta.get("example_value"))
-
-
-def _counted_from(module: torch.fx.GraphModule, kinds: bytes) -> list[int]:
-    """The arguments from the begin of whose storage elements are counted. Those of a graph in this one may be any."""
-    counting = [n for n in _strided(module) if "storage_offset" in n.kwargs or len(n.args) > 3]
-    roots = {_root(of) for n in counting if (of := _operand(n)) is not None}
-    inside = any(n.graph is not module.graph for n in counting)
-    given = enumerate(n for n in module.graph.nodes if n.op == "placeholder")
-    return [i for i, n in given if n in roots or inside and kinds[i] != SKIP]
