@@ -118,6 +118,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "lower.LIKE_EAGER": {"rule": "lower.like_eager:rule", "table": "lower.like_eager:TABLE"},
     "fuse.BEFORE": {
         "regions": "fuse.regions:fuse_blocks",
+        "needless": "fuse.needless_copies:needless_copies",
         "sums": "fuse.sums:sums_of_products",
         "slices": "fuse.slices:slices",
         "in_place": "fuse.in_place:in_place",
