@@ -117,6 +117,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "lower.PARTS": {"own": "lower.own_parts:own_parts"},
     "lower.LIKE_EAGER": {"rule": "lower.like_eager:rule", "table": "lower.like_eager:TABLE"},
     "fuse.BEFORE": {
+        "branch_updates": "fuse.branch_updates:branch_updates",
         "regions": "fuse.regions:fuse_blocks",
         "needless": "fuse.needless_copies:needless_copies",
         "sums": "fuse.sums:sums_of_products",
@@ -220,6 +221,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "zeros": "wrap.zeros:zeros", "given_back": "wrap.checks:given_back",
         "outside": "wrap.checks:outside", "expect_sizes": "wrap.checks:expect_sizes",
         "check_nan": "wrap.bad_values:check_nan", "expect_own": "wrap.checks:expect_own",
+        "expect_results": "wrap.checks:expect_results",
         "references": "wrap.taken:references", "UNSHARED": "wrap.taken:UNSHARED", "owned": "wrap.taken:owned",
     },
 }

@@ -8,8 +8,8 @@ it::
     mm = clone @ w                                mm = x @ w
 
 The readers are loop nests, calls that neither write to it nor may return it, and which take these strides, and matrix
-products. Nothing may write to what was copied before the last of them, and no temporary may be in memory for longer
-than the copy would have been, unless it is no larger.
+products. Nothing may write to what was copied before the last of them, or be an update of it (which can be in place
+only after them), and no temporary may be in memory for longer than the copy would have been, unless it is no larger.
 
 NB: TorchInductor leaves out a ``cat`` of what one ``split`` made (``fx_passes/split_cat.py``), and ``clone`` of what it
 will compute.
@@ -31,16 +31,24 @@ from .into_place import MOVED
 from .places import linear_view, moved_load, plain, rehomed, within
 from .result import Fused
 from .slices import whole_copy
+from .updates import find_updates
 
 
 def needless_copies(fused: Fused, options: Options, target: Target) -> Fused:
     """The same results. Assumes a legal order."""
     program, d = fused.program, dependencies(fused.program)
     places: dict[str, View] = {}
+    updated: dict[str, int] | None = None
     for position in reversed(range(len(program.nodes))):  # (of a copy of a copy the second one first)
         found = _copied(program, program.nodes[position])
         good = found is not None and (not target.is_gpu or _aligned(found[1]))
-        if found is not None and good and _may_read(program, d, position, *found, places):
+        last = _last(program, d, position, *found, places) if found is not None and good else None
+        if found is None or last is None:
+            continue
+        if updated is None:  # where updates of a buffer begin
+            found_updates = reversed(find_updates(program, d))
+            updated = {u.old: u.at for u in found_updates if u.kind not in ("each", "same")}
+        if updated.get(found[1].buffer, last + 1) > last:
             places[found[0]] = found[1]
     if not places:
         return fused
@@ -72,26 +80,24 @@ def _copied(program: Program, node: Node) -> tuple[str, View] | None:
     return None if view is None or source.device != buffer.device else (buffer.name, view)
 
 
-def _may_read(
+def _last(
     program: Program, d: Dependencies, position: int, new: str, there: View, places: dict[str, View]
-) -> bool:  # fmt: skip
+) -> int | None:  # fmt: skip
+    """The last of those that can all read ``there`` what the node at ``position`` copies."""
     source, uses = there.buffer, list(_uses(program, d, new, there, places))
     if new in d.needed or d.writers[new] != [position] or not uses:
-        return False
+        return None
     nodes = [(program.nodes[i], b, v) for i, b, v in uses]
-    if all(isinstance(n, LoopNest) for n, *_ in nodes):
-        return False
-    if not all(v is not None and _takes(n, program, b, v) for n, b, v in nodes):
-        return False
-    makers = [program.nodes[i] for i in d.writers.get(source, ())]
-    if any(isinstance(n, Extern) and may_alias(n.target) for n in makers):
-        return False
-    last = max(i for i, *_ in uses)
-    if any(position < i <= last for i in d.writers.get(source, ())):
-        return False
+    loops = all(isinstance(n, LoopNest) for n, *_ in nodes)
+    if loops or not all(v is not None and _takes(n, program, b, v) for n, b, v in nodes):
+        return None
+    last, writers = max(i for i, *_ in uses), d.writers.get(source, [])
+    makers = [program.nodes[i] for i in writers]
+    if any(isinstance(n, Extern) and may_alias(n.target) for n in makers) or any(position < i <= last for i in writers):
+        return None
     a, b = program.buffers[source], program.buffers[new]
     lasts = source in d.needed or d.readers[source][-1] >= last
-    return a.kind != "temp" or lasts or a.nbytes == b.nbytes
+    return last if a.kind != "temp" or lasts or a.nbytes == b.nbytes else None
 
 
 def _uses(

@@ -66,6 +66,10 @@ def call_in_python(p: PythonPrinter, step: Call) -> None:
         return
     p._call(x)
     if made := own_results(x):
+        if any("List" in str(r.type) for r in x.target._schema.returns):
+            first = next(i for i, line in enumerate(p.lines) if line.startswith(f"{p.pad}out_{x.name} = "))
+            count = f"expect_results(len(out_{x.name}), {len(x.outputs)}, {str(x.target)!r})"
+            p.lines.insert(first + 1, p.pad + count)
         given = ", ".join(dict.fromkeys((*x.reads(), *x.mutates)))
         dtypes = ", ".join(str(p.program.buffers[o].dtype) for o in made)
         p.put(f"expect_own([{', '.join(made)}], [{given}], {str(x.target)!r}, [{dtypes}])")
@@ -91,6 +95,12 @@ def own_results(x: Extern) -> list[str]:
     aliases = any(r.alias_info is not None for r in op._schema.returns)
     waits = "c10d" in op.namespace  # ``wait_tensor`` returns what it is given, and ``plan`` knows
     return [] if aliases or waits else [o for o in x.outputs if isinstance(o, str)]
+
+
+def expect_results(made: int, promised: int, op: str) -> None:
+    """Raises ReflibError if an op returned more or fewer tensors than its meta function."""
+    if made != promised:
+        raise ReflibError(f"{op} returned {made} tensors where its meta function promised {promised}")
 
 
 def expect_own(made: list[Any], given: list[Any], op: str, dtypes: Sequence[torch.dtype] = ()) -> None:

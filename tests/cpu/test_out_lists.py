@@ -158,3 +158,22 @@ def test_lists_of_copies_and_norms_are_kernels(dynamic: bool) -> None:
         got, want = reflib.compile(fn, dynamic=dynamic)(X), fn(X)
     torch.testing.assert_close(got, want)
     assert [t.stride() for t in got[0] + got[1]] == [t.stride() for t in want[0] + want[1]]
+
+
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_results_that_are_not_there(wrapper: str) -> None:
+    """The error names the op."""
+    lib = torch.library.Library(f"out_lists_none_{wrapper}", "FRAGMENT")
+    made = {"nothing": lambda x: None, "half": lambda x: (x + 1, None), "fewer": lambda x: [x + 1]}
+    for name, results in {"nothing": "Tensor", "half": "(Tensor, Tensor)", "fewer": "Tensor[]"}.items():
+        lib.define(f"{name}(Tensor x) -> {results}")
+        lib.impl(name, made[name], "CPU")
+        fake = torch.empty_like if name == "nothing" else lambda x: [torch.empty_like(x), torch.empty_like(x)]
+        torch.library.register_fake(f"{lib.ns}::{name}", fake, lib=lib)
+
+        def fn(x: Tensor, op: Any = getattr(getattr(torch.ops, lib.ns), name)) -> Any:
+            made = op(x)
+            return made + 1 if isinstance(made, Tensor) else made[0] + made[1]
+
+        with pytest.raises(reflib.ReflibError, match=rf"{name}\.default returned .* where its meta function promised"):
+            reflib.compile(fn, wrapper=wrapper)(X)
