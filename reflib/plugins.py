@@ -117,7 +117,9 @@ PLUGS: dict[str, dict[str, str]] = {
     "lower.PARTS": {"own": "lower.own_parts:own_parts"},
     "lower.LIKE_EAGER": {"rule": "lower.like_eager:rule", "table": "lower.like_eager:TABLE"},
     "fuse.BEFORE": {
+        "branch_updates": "fuse.branch_updates:branch_updates",
         "regions": "fuse.regions:fuse_blocks",
+        "needless": "fuse.needless_copies:needless_copies",
         "sums": "fuse.sums:sums_of_products",
         "slices": "fuse.slices:slices",
         "in_place": "fuse.in_place:in_place",

@@ -23,7 +23,8 @@ All buffers that live in one, its ``root``, are a group; each has a place there,
 Reads of ``old`` before the update stay before it, as dependencies see to. Inputs in memory that overlaps an input that
 is written to never get here (``wrap.unusual``). Sizes may be symbols: what cannot be proved is refused.
 
-Short chains of slices of a temporary are left to ``slice_stores``: one kernel with selects moves fewer bytes. So are
+Short chains of slices of a temporary (that no loop carries) are left to ``slice_stores``: one kernel with selects moves
+fewer bytes. So are
 elementwise updates, which fuse with the copy onto an input, and for which ``plan`` reuses storage; only between other
 updates of an input they are made in place here. What happened is in ``Fused.updates``; a refusal is also a Refusal, and
 a line under ``REFLIB_LOGS=fallback``.
@@ -46,6 +47,7 @@ from .. import logs
 from ..ir.expr import Expr, nonneg, product
 from ..ir.loops import Load, LoopNest, Store
 from ..ir.program import Extern, Node, Program, View, full_view, iter_views
+from ..ir.regions import carried_buffers
 from ..ir.rename import renamed
 from ..ir.user_kernel import Launched
 from ..options import Options
@@ -143,6 +145,7 @@ class _Deciding:
         self.masked: dict[Update, list[Update]] = {}  # by the slice update that must be made in place for these to be
         temps = {b for b in d.needed if program.buffers[b].kind == "temp"}
         self.lasting, self.results = temps | _shared(program), program.output_buffers()
+        self.carried = carried_buffers(program)
 
     def try_to_make(self, u: Update, updates: list[Update]) -> None:
         self.made = self.made or {x.new: x for x in updates}
@@ -167,7 +170,7 @@ class _Deciding:
         if u.kind != "same" and not plain(place, buffers[root]) and folded(place):
             return f"elements of {u.old} may share their places in {root}"
         given_back = puts_back(self.program, u, self.places, place)
-        if u.kind == "slice" and buffers[root].kind != "input" and not given_back:
+        if u.kind == "slice" and buffers[root].kind != "input" and not given_back and root not in self.carried:
             return ""
         ends = self.final[root][1][0] if root in self.final else None
         group = self.groups.get(root) or _Group(root, ends, [root])

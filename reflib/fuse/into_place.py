@@ -39,7 +39,7 @@ from ..target import Target
 from .dependencies import dependencies, remove_dead
 from .in_place import may_alias
 from .mapping import fresh
-from .places import LAUNCH, moved, rehomed, within
+from .places import LAUNCH, moved, moved_load, rehomed, within
 from .result import Fused
 from .shared_parts import RUN, STORES, Parted, Shared, Sources, beside_a_reduction, shared, sources, together, turned
 from .slices import coordinates, region_of, whole_dimensions
@@ -318,8 +318,8 @@ class _Placing:
             return all(now is not None and (products or now.strides == v.strides) for v, now in moves)
         if not isinstance(node, LoopNest):
             return False
-        used: list[Load | Store] = [*node.loads(), *node.stores()]
-        return all(moved(s.index, buffer, there) is not None for s in used if s.buffer == b)
+        loads = all(moved_load(node, s, buffer, there) is not None for s in node.loads() if s.buffer == b)
+        return loads and all(moved(s.index, buffer, there) is not None for s in node.stores() if s.buffer == b)
 
     def _calls(self, position: int, part: Part, parts: list[Part]) -> bool:
         made = self._maker(position, part, parts)

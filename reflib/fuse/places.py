@@ -9,7 +9,7 @@ from ..ir.expr import Atom, Expr, IntLike, Ref, Var, ceildiv, expr, nonneg
 from ..ir.loops import Load, LoopNest, Store
 from ..ir.program import Buffer, Extern, Node, View, map_tree
 from .mapping import fresh
-from .slices import Write, coordinates
+from .slices import Write, coordinates, region_of
 
 LAUNCH = (10_000, instructions.LAUNCH)  # bytes that are moved while a kernel is started, by a CPU and by a GPU
 
@@ -54,6 +54,18 @@ def moved(index: Expr, buffer: Buffer, place: View) -> Expr | None:
     return None if coords is None else element(place, coords)
 
 
+def moved_load(node: LoopNest, load: Load, buffer: Buffer, place: View) -> Expr | None:
+    """As :func:`moved`, of a load in ``node``: the index is right where its mask holds (a part of a ``cat``)."""
+    found = moved(load.index, buffer, place)
+    region = None if found is not None or load.mask is None else region_of(node.body, load.mask)
+    if region is None or region[3] != 1:
+        return found
+    var, low, high, _ = region
+    inner = fresh(high - low)
+    there = moved(load.index.subs({var: low + expr(inner)}), buffer, place)
+    return None if there is None else there.subs({inner: expr(var) - low})
+
+
 def element(v: View, coords: Sequence[IntLike]) -> Expr:
     at = v.offset
     for c, stride in zip(coords, v.strides, strict=True):
@@ -70,7 +82,9 @@ def rehomed(node: Node, places: Mapping[str, View], buffers: Mapping[str, Buffer
         if isinstance(x, View) and x.buffer in places:
             return within(x, buffers[x.buffer], places[x.buffer])
         if isinstance(x, (Load, Store)) and x.buffer in places:
-            index = moved(x.index, buffers[x.buffer], places[x.buffer])
+            old, place = buffers[x.buffer], places[x.buffer]
+            masked = isinstance(x, Load) and isinstance(node, LoopNest)
+            index = moved_load(node, x, old, place) if masked else moved(x.index, old, place)  # type: ignore
             assert index is not None
             return replace(x, buffer=places[x.buffer].buffer, index=index)
         return x

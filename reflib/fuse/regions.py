@@ -6,10 +6,8 @@ also put a result into another tensor of the block's, which then gets the result
 
 from dataclasses import replace
 
-import torch
-
-from ..ir.program import Buffer, Extern, Node, Program, Variant, View, full_view
-from ..ir.regions import Region, block
+from ..ir.program import Buffer, Node, Program, Variant, View, full_view
+from ..ir.regions import Region, block, carried_in
 from ..ir.rename import renamed
 from ..options import Options
 from ..target import Target
@@ -25,7 +23,7 @@ def fuse_blocks(fused: Fused, options: Options, target: Target) -> Fused:
         if isinstance(n, Region):
             variants = []
             for v in n.variants:
-                v, fused, pairs = _block(fused, n, v, buffers, options, target)
+                v, fused, pairs = fused_block(fused, n, v, buffers, options, target)
                 variants.append(v)
             n = replace(n, variants=tuple(variants), carried=pairs)
         nodes.append(n)
@@ -34,12 +32,13 @@ def fuse_blocks(fused: Fused, options: Options, target: Target) -> Fused:
     return replace(fused, program=replace(fused.program, buffers=buffers, nodes=tuple(nodes)))
 
 
-def _block(
+def fused_block(
     fused: Fused, region: Region, v: Variant, buffers: dict[str, Buffer], options: Options, target: Target
 ) -> tuple[Variant, Fused, tuple[tuple[str, str], ...]]:
     """The block, fused; what else there is to tell; the pairs that are carried now. New buffers go into ``buffers``."""
-    own = tuple(old for old, new in region.carried if old != new) if v is region.variants[-1] else ()
-    made = Extern(f"{region.name}_carried", torch.ops.aten.empty.memory_format, (), (), own)  # what is read was made
+    body = v is region.variants[-1] or not region.repeats
+    own = tuple(old for old, new in region.carried if old != new) if body else ()
+    made = carried_in(region, own)
     program = block(region, v, buffers, own)
     program = replace(program, nodes=(*((made,) if own else ()), *program.nodes))
     inner = fuse(program, options, target)

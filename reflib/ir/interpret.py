@@ -18,6 +18,7 @@ from . import float8, random  # noqa: F401  (their ops)
 from .expr import Expr, IntLike, Sym, expr, product
 from .loops import Acc, Const, Index, Indirect, Load, LoopNest, Reduce, Scan, Stmt, Store
 from .ops import OPS, REDUCTIONS, value_dtype
+from .out_lists import out_arguments
 from .program import (
     Choice,
     Extern,
@@ -155,8 +156,10 @@ def _run_extern(program: Program, e: Extern, memory: dict[str, torch.Tensor], si
     args, kwargs = map_tree((e.args, dict(e.kwargs)), lambda leaf: _leaf(leaf, memory, sizes))
     if e.out is not None:
         op, names = e.out
-        views = {k: full_view(program.buffers[o]) for k, o in zip(names, e.outputs) if isinstance(o, str)}
-        op(*args, **kwargs, **{k: view_tensor(v, memory[v.buffer], sizes) for k, v in views.items()})
+        buffers = (program.buffers[o] if isinstance(o, str) else None for o in e.outputs)
+        views = (None if b is None else view_tensor(full_view(b), memory[b.name], sizes) for b in buffers)
+        given = [kwargs.pop(k) if v is None else v for k, v in zip(names, views)]  # (None: it is among kwargs)
+        op(*args, **kwargs, **out_arguments(names, given))
         return
     result = e.target(*args, **kwargs)
     values = torch.utils._pytree.tree_leaves(result) if isinstance(result, (tuple, list, dict)) else [result]

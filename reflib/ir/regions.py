@@ -25,7 +25,8 @@ next iteration. The first is filled before the loop by a copy of the initial val
 the end of the body the second becomes the first: names change, data does not move. Where the body reads the old value
 for the last time in the kernel that stores the new one, the plan stores it in the same memory. A pair of the same
 names: unchanged, or updated in place (a slice of a cache, which ``fuse.in_place`` finds). A carried int is a tensor
-with one number, read at the start of the condition's block.
+with one number, read at the start of the condition's block. A ``cond`` has pairs of the same names where all blocks
+update an operand in place: its result, which the operand is copied to before (``fuse.branch_updates``).
 
 **Predicates on the device** are copied to the host by one call, in the block or program where they are needed, and
 read there: that is where the host waits for the device, as eager does.
@@ -36,8 +37,12 @@ NB: TorchInductor lowers and schedules each branch as a graph of its own, which 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from .expr import Sym
-from .program import Buffer, Node, Program, Variant, Variants, full_view
+from .program import Buffer, Extern, Node, Program, Variant, Variants, full_view
+
+CARRIED = "carried"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +69,20 @@ class Region(Variants):
 
 def block(region: Region, variant: Variant, buffers: Mapping[str, Buffer], own: tuple[str, ...] = ()) -> Program:
     """One block as a program by itself: what is around it, apart from ``own``, are inputs that outlive it."""
-    around = set(region.outputs) if region.repeats else set()
+    around = set(region.outputs) if region.repeats else {old for old, new in region.carried if old == new}
     made = {b for n in variant.nodes for b in n.writes()} - around | set(own)
     kept = {*region.outputs, *(new for old, new in region.carried if old != new)} - set(own)
     return by_itself(variant.nodes, buffers, made, kept)
+
+
+def carried_in(region: Region, own: tuple[str, ...]) -> Extern:
+    """What stands, in a block that is a program by itself, for what was done before to ``own``, which it may update."""
+    return Extern(f"{region.name}_carried", torch.ops.aten.empty.memory_format, (), (), own, reason=CARRIED)
+
+
+def carried_buffers(program: Program) -> set[str]:
+    calls = (n for n in program.nodes if isinstance(n, Extern) and n.reason == CARRIED)
+    return {b for n in calls for b in n.writes()}
 
 
 def by_itself(nodes: tuple[Node, ...], buffers: Mapping[str, Buffer], made: set[str], kept: Collection[str]) -> Program:

@@ -128,7 +128,9 @@ def _verify_variants(program: Program, node: Choice | Variants, known: set[Sym],
     for v in node.variants:
         if not (isinstance(node, Variants) and node.of_kernels):
             inside = {b.name: b for b in v.buffers}
-            outputs = () if isinstance(node, Region) and node.repeats else node.outputs  # a loop may not run at all
+            outputs = node.outputs
+            if isinstance(node, Region):  # a loop may not run at all, and what is carried is there
+                outputs = () if node.repeats else tuple(o for o in outputs if (o, o) not in node.carried)
             _verify_list(program, f"{node.name}, {v.name}", v.nodes, outputs, inside, written, known)
             if isinstance(node, Region):  # what a condition reads, the body may use
                 known = known | {s for n in v.nodes if isinstance(n, Extern) for s, _, _ in n.symbols}

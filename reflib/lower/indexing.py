@@ -83,6 +83,7 @@ def cat(cx: LoweringContext, tensors: Sequence[View], dim: int = 0) -> View:
     parts = [t for t in tensors if len(t.shape) == n and t.shape[axis(dim, n)] != 0]
     compute = value_dtype(check_dtype(cx.dtype))
     d = axis(dim, n)
+    parts = _neighbours_as_one(parts, d)
     if len(parts) > MAX_CAT_INPUTS:
         if (runs := _runs(cx, parts, d)) is not None:
             return _stored_each(cx, parts, d, runs, compute)
@@ -92,6 +93,31 @@ def cat(cx: LoweringContext, tensors: Sequence[View], dim: int = 0) -> View:
             made = _in_windows(cx, parts, d, compute)
             return _stored_each(cx, parts, d, _alike(parts), compute) if made is None else made
     return nest(cx, lambda k: _joined(k, parts, d, compute))
+
+
+def _neighbours_as_one(parts: Sequence[View], d: int) -> list[View]:
+    """Parts of one tensor that lie there as they will here are one part: ``torch.cat(x.chunk(3, 1), 1)`` is ``x``."""
+    out: list[View] = []
+    for t in parts:
+        last = out.pop() if out else None
+        both = None if last is None else _side_by_side(last, t, d)
+        out += [t if last is None else both] if both is not None or last is None else [last, t]
+    return out
+
+
+def _side_by_side(a: View, b: View, d: int) -> View | None:
+    """The part that begins with ``a``, and in which ``b`` follows along dimension ``d``."""
+    if (a.buffer, a.dtype) != (b.buffer, b.dtype):
+        return None
+    sizes = zip(a.shape, a.strides, b.shape, b.strides)
+    if any(i != d and (n != m or n != 1 and s != t) for i, (n, s, m, t) in enumerate(sizes)):
+        return None
+    steps = {v.strides[d] for v in (a, b) if v.shape[d] != 1} or {b.offset - a.offset}
+    step = steps.pop()
+    if steps or b.offset != a.offset + a.shape[d] * step or not nonneg(step):
+        return None
+    at = lambda values, new: (*values[:d], new, *values[d + 1 :])  # noqa: E731
+    return replace(a, shape=at(a.shape, a.shape[d] + b.shape[d]), strides=at(a.strides, step))
 
 
 def _cut(cx: LoweringContext, parts: Sequence[View], d: int) -> bool:
@@ -179,8 +205,8 @@ def _in_windows(cx: LoweringContext, parts: Sequence[View], d: int, compute: tor
 
 def _joined(k: NestBuilder, parts: Sequence[View], d: int, compute: torch.dtype) -> Any:
     """The element of the part that dimension ``d`` is in."""
-    if not parts:
-        return 0
+    if len(parts) < 2:
+        return k.load(parts[0]).to(compute) if parts else 0
     at = k.index(k.coords[d])
     start, chosen = expr(0), []
     for n, t in enumerate(parts, 1):  # (one tensor may stand in several places)

@@ -1,11 +1,16 @@
-"""``_foreach_*``: one op over lists of tensors is that op on each element; fusion and combined launches do the rest."""
+"""Lists of tensors: fusion and combined launches do the rest.
 
+``_foreach_*``: one op over lists is that op on each element. ``split_copy`` and ``unbind_copy``: each part is a copy.
+"""
+
+import itertools
 from typing import Any
 
 import torch
 
-from reflib.ir.program import View
+from reflib.ir.program import View, full_view
 
+from .body import nest
 from .context import LoweringContext
 from .rules import RULES, Unsupported, rule
 
@@ -49,3 +54,33 @@ def foreach(cx: LoweringContext, *args: Any, **kwargs: Any) -> list[View]:
         op = _element_op(name, len(mine) > 1 and isinstance(mine[1], View))
         out.append(cx.call(op, *mine, fake=cx.fake[i], name=f"{cx.name}_{i}", **named))
     return out
+
+
+@rule("_foreach_norm")
+def foreach_norm(cx: LoweringContext, tensors: Any, order: Any = 2, dtype: Any = None) -> list[View]:
+    norm = aten.linalg_vector_norm.default
+    pairs = list(zip(tensors, cx.fake, strict=True))
+    named = [(x, fake, f"{cx.name}_{i}") for i, (x, fake) in enumerate(pairs)]
+    return [cx.call(norm, x, order, None, False, dtype=dtype, fake=f, name=n) for x, f, n in named]
+
+
+@rule("split_copy")
+def split_copy(cx: LoweringContext, x: View, size: Any, dim: int = 0) -> list[View]:
+    dim %= len(x.shape)
+    starts = itertools.accumulate((f.shape[dim] for f in cx.fake[:-1]), initial=0)
+    return [_part(cx, x, dim, start, i) for i, start in enumerate(starts)]
+
+
+@rule("unbind_copy")
+def unbind_copy(cx: LoweringContext, x: View, dim: int = 0) -> list[View]:
+    dim %= len(x.shape)
+    return [_part(cx, x, dim, i, i, dropped=True) for i in range(len(cx.fake))]
+
+
+def _part(cx: LoweringContext, x: View, dim: int, start: Any, i: int, dropped: bool = False) -> View:
+    """Copy result ``i``, which begins at ``start`` of dimension ``dim``, whose index it may lack."""
+    made = full_view(cx.low.new_buffer(f"{cx.name}_{i}", cx.fake[i]))
+    (low,), strides = cx.low.symbols.exprs([start]), x.strides
+    strides = strides[:dim] + strides[dim + dropped :]
+    part = View(x.buffer, made.shape, strides, x.offset + low * x.strides[dim], x.dtype)
+    return nest(cx, lambda k: k.load(part), made)

@@ -1,25 +1,29 @@
 """Which overload of an op writes its results into given memory: so that ``plan`` chooses their storage, and
 ``fuse.into_place`` may choose a part of a larger buffer.
 
-Found by schema: the same arguments, then one that is written to per result (``topk.values`` of ``topk``). Of PyTorch's
-own ops only those count that have a kernel for it on the device: the others are generated, compute new tensors and copy
-them. An op of the user's says so itself (``torch.Tag.out``); a schema that fits no other overload is an error, and that
-the op returns what it was given is checked at each call.
+Found by schema: the same arguments, then one that is written to per result (``topk.values`` of ``topk``), which is a
+list where the result is one. Of PyTorch's own ops only those count that have a kernel for it on the device: the others
+are generated, compute new tensors and copy them. An op of the user's says so itself (``torch.Tag.out``), or by the name
+that PyTorch's have, ``out`` or ``..._out``. A tagged one that fits no other overload is an error, and that the op
+returns what it was given is checked at each call.
 
-Not for results that are unused or whose sizes only the call tells, lists of tensors, or random ops.
+Not for results that are unused or whose sizes only the call tells, or random ops.
 """
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ..c_shims import op_of
 from ..errors import LoweringError
+from ..ir.out_lists import item
 from .context import LoweringContext, contiguous_strides
 from .extern import OUT_VARIANTS, used_results
 
 TAG = getattr(torch.Tag, "out", None)  # (torch 2.11 has no such tag)
+LIST = "List[Tensor]"
 _KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 _UNCHECKED = (torch.ops.aten.max.default, torch.ops.aten.min.default)  # of nothing: an error, but of ``unary_out`` -inf
 
@@ -34,9 +38,20 @@ def out_variant(cx: LoweringContext, target: Any, fakes: list[Any]) -> tuple[Any
     whole = len(used_results(cx, fakes)) == len(fakes)  # (an unused one may not be as its meta function says)
     if op is None or not whole or any(_unknown(cx, f) for f in fakes) or _has_function(cx, target):
         return None
-    names, s = tuple(a.name for a in op._schema.arguments if a.is_out), cx.low.symbols
+    names, s = tuple(_names(op, cx.fake, len(fakes))), cx.low.symbols
     plain = all(s.exprs(f.stride()) == contiguous_strides(s.exprs(f.shape)) for f in fakes)
     return (op, names) if len(names) == len(fakes) and (plain or op is target or any_strides(target, op)) else None
+
+
+def _names(op: torch._ops.OpOverload, fake: Any, results: int) -> Iterator[str]:
+    """Per result, the argument, or the item of one, for it."""
+    made = [a for a in op._schema.arguments if a.is_out]
+    whole = [fake] if len(made) == 1 else fake
+    for a, f in zip(made, whole if isinstance(whole, (list, tuple)) else ()):
+        if str(a.type) == LIST and isinstance(f, (list, tuple)):
+            yield from (item(a.name, i) for i in range(len(f)))
+        else:
+            yield a.name
 
 
 def any_strides(target: Any, out: Any) -> bool:
@@ -66,7 +81,7 @@ def overload(op: torch._ops.OpOverload, device: str) -> torch._ops.OpOverload | 
 @functools.cache
 def _overload(op: torch._ops.OpOverload, device: str, names: tuple[str, ...]) -> torch._ops.OpOverload | None:
     schema, own = op._schema, op.namespace != "aten"
-    if torch.Tag.nondeterministic_seeded in op.tags or any(str(r.type) != "Tensor" for r in schema.returns):
+    if torch.Tag.nondeterministic_seeded in op.tags or any(str(r.type) not in ("Tensor", LIST) for r in schema.returns):
         return None
     if own and TAG in op.tags:
         return op
@@ -74,12 +89,12 @@ def _overload(op: torch._ops.OpOverload, device: str, names: tuple[str, ...]) ->
         return None
     packet = getattr(getattr(torch.ops, op.namespace), schema.name.partition("::")[2])
     found = [getattr(packet, name or "default") for name in names]
-    writing = [c for c in found if (TAG in c.tags if own else _writes_itself(c, device))]
+    writing = [c for c in found if (TAG in c.tags or _by_name(c, device) if own else _writes_itself(c, device))]
     for candidate in writing:
         if _takes(candidate._schema, schema):
             return candidate
     for candidate in writing if own else ():
-        if not any(_takes(candidate._schema, other._schema) for other in found):
+        if TAG in candidate.tags and not any(_takes(candidate._schema, other._schema) for other in found):
             raise LoweringError(
                 f"{candidate}: it is tagged torch.Tag.out and fits no other overload: {candidate._schema} must take "
                 f"the arguments of {schema}, then memory for each of its results"
@@ -90,6 +105,21 @@ def _overload(op: torch._ops.OpOverload, device: str, names: tuple[str, ...]) ->
 def _writes_itself(op: torch._ops.OpOverload, device: str) -> bool:
     known = any(a.is_out for a in op._schema.arguments)  # (TorchScript's own overloads are none of the dispatcher's)
     return known and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _KEYS[device])
+
+
+def _by_name(op: torch._ops.OpOverload, device: str) -> bool:
+    """Does an op of the user's look like an out variant, without the tag?"""
+    name, schema = op._schema.overload_name, op._schema
+    made, returns = [a for a in schema.arguments if a.is_out], schema.returns
+    given = len(returns) in (0, len(made)) and all(map(_is_returned, made, returns))
+    there = torch._C._dispatch_has_computed_kernel_for_dispatch_key(op.name(), _KEYS[device])
+    return (name == "out" or name.endswith("_out")) and given and there
+
+
+def _is_returned(a: Any, r: Any) -> bool:
+    """(The schema of a list does not tell its alias set.)"""
+    known = r.alias_info is not None and r.alias_info.is_write
+    return known and r.alias_info.before_set == a.alias_info.before_set
 
 
 def _takes(out: Any, functional: Any) -> bool:

@@ -21,6 +21,7 @@ from ..c_shims import Shim, check, op_of, parse
 from ..capture.spectra import SPECTRA
 from ..errors import OptionError
 from ..ir.expr import Expr, Sym
+from ..ir.out_lists import out_arguments
 from ..ir.printer import dtype_name
 from ..ir.program import Buffer, Extern, View, full_view, symbols_in
 from ..lower.extern import OUT_VARIANTS
@@ -145,8 +146,8 @@ class _Writer:
         """A line per result in ``stack``; "" for one that is no tensor."""
         returns = op._schema.returns
         if not returns:
-            if any(o is not None for o in x.outputs):
-                raise _Cannot
+            if x.out is not None or any(o is not None for o in x.outputs):
+                raise _Cannot  # (an out variant that returns nothing: whether it resized what it was given)
             return []
         if len(returns) != len(x.outputs):
             raise _Cannot
@@ -370,7 +371,7 @@ def repeatable(x: Extern, op: torch._ops.OpOverload) -> bool:
 def _arguments(x: Extern, op: torch._ops.OpOverload, buffers: Mapping[str, Buffer]) -> list[tuple[Any, Any]]:
     """Each argument of the schema, in order, with its value or default."""
     kwargs = dict(x.kwargs)
-    outs = dict(zip(x.out[1], _results_of(x, buffers))) if x.out is not None else {}
+    outs = out_arguments(x.out[1], _results_of(x, buffers)) if x.out is not None else {}
     given = []
     for i, a in enumerate(op._schema.arguments):
         if a.name in outs:

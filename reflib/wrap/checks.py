@@ -7,16 +7,18 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..errors import ArgumentError, ReflibError
+from ..ir.out_lists import has_lists, out_arguments
 from ..logs import get as logger
+from .python import PythonPrinter, _comment
 from .runtime import _said
 from .structure import allocated
 
 if TYPE_CHECKING:
     from ..ir.program import Extern
     from ..plan import Call
-    from .python import PythonPrinter
 
 
 def expect_sizes(holds: bool, what: str, **sizes: int) -> None:
@@ -36,11 +38,11 @@ def outside(what: str, size: int, least: int, most: int, op: str) -> None:
 
 def given_back(given: list[torch.Tensor], op: str) -> Callable[[Any], None]:
     """What raises ReflibError unless ``op``, called next, returns the tensors that it is ``given``, neither resized nor
-    others. (An op that returns nothing cannot say.)"""
+    others. (Of an op that returns nothing: that those are as they were.)"""
     layouts = [_layout(t) for t in given]
 
     def check(result: Any) -> None:
-        returned = list(result) if isinstance(result, (tuple, list)) else [] if result is None else [result]
+        returned = tree_leaves(result) if result is not None and result != () else given
         for i, (r, was) in enumerate(zip(returned, layouts)):
             if not isinstance(r, torch.Tensor) or _layout(r) != was:
                 raise ReflibError(
@@ -59,11 +61,30 @@ def _layout(t: torch.Tensor) -> tuple[Any, ...]:
 def call_in_python(p: PythonPrinter, step: Call) -> None:
     """The call as the core prints it, and a check of what it returns (plugs into ``wrap.STEPS``)."""
     x = step.extern
+    if x.out is not None and has_lists(x.out[1]):
+        _call_with_lists(p, x, *x.out)
+        return
     p._call(x)
     if made := own_results(x):
+        if any("List" in str(r.type) for r in x.target._schema.returns):
+            first = next(i for i, line in enumerate(p.lines) if line.startswith(f"{p.pad}out_{x.name} = "))
+            count = f"expect_own(out_{x.name}, [], {str(x.target)!r}, promised={len(x.outputs)})"
+            p.lines.insert(first + 1, p.pad + count)
         given = ", ".join(dict.fromkeys((*x.reads(), *x.mutates)))
         dtypes = ", ".join(str(p.program.buffers[o].dtype) for o in made)
         p.put(f"expect_own([{', '.join(made)}], [{given}], {str(x.target)!r}, [{dtypes}])")
+
+
+def _call_with_lists(p: PythonPrinter, x: Extern, op: Any, names: tuple[str, ...]) -> None:
+    """The call of an out variant that takes lists of tensors for its results."""
+    views, held = dict(x.kwargs), f"out_{x.name}"
+    given = [p.value(views.pop(n)) if o is None else o for n, o in zip(names, x.outputs)]
+    args = [p.value(a) for a in x.args] + [f"{k}={p.value(v)}" for k, v in views.items()]
+    for k, v in out_arguments(names, [f"{held}[{i}]" for i in range(len(given))]).items():
+        args.append(f"{k}=[{', '.join(v)}]" if isinstance(v, list) else f"{k}={v}")
+    p.put(f"{held} = [{', '.join(given)}]")
+    p.put(f"given_back({held}, {str(op)!r})({p._bind(op)}({', '.join(args)})){_comment(x.origins)}")
+    p.put(f"del {held}")
 
 
 def own_results(x: Extern) -> list[str]:
@@ -76,9 +97,15 @@ def own_results(x: Extern) -> list[str]:
     return [] if aliases or waits else [o for o in x.outputs if isinstance(o, str)]
 
 
-def expect_own(made: list[Any], given: list[Any], op: str, dtypes: Sequence[torch.dtype] = ()) -> None:
+def expect_own(
+    made: list[Any], given: list[Any], op: str, dtypes: Sequence[torch.dtype] = (), promised: int = -1
+) -> None:  # fmt: skip
     """Raises ReflibError if a result shares memory with an argument or with another result, lacks some, or is of
-    another dtype."""
+    another dtype. ``promised``: if given, only whether there are so many results."""
+    if promised >= 0:
+        if len(made) != promised:
+            raise ReflibError(f"{op} returned {len(made)} tensors where its meta function promised {promised}")
+        return
     for i, (t, d) in enumerate(zip(made, dtypes)):
         if t.dtype is not d:
             name = str(d).removeprefix("torch.")

@@ -25,10 +25,10 @@ def _alloc(device: str) -> Callable[..., torch.Tensor]:
 
 def expect(t: Any, size: tuple[int, ...], stride: tuple[int, ...], op: str = "a call") -> Any:
     """``t``, laid out as the captured graph said that a call's result would be: a copy if it is not."""
-    if t.layout is not torch.strided or (t.shape == size and t.stride() == stride):
+    if t is not None and (t.layout is not torch.strided or (t.shape == size and t.stride() == stride)):
         return t
-    if t.shape != size:
-        raise ReflibError(f"{op} returned shape {tuple(t.shape)} where its meta function promised {size}")
+    if (shape := getattr(t, "shape", None)) != size:
+        raise ReflibError(f"{op} returned shape {shape and tuple(shape)} where its meta function promised {size}")
     if all(n == 1 or s == w for n, s, w in zip(size, t.stride(), stride)) or t.numel() == 0:
         return t.as_strided(size, stride)
     return torch.empty_strided(size, stride, dtype=t.dtype, device=t.device).copy_(t)

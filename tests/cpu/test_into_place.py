@@ -55,6 +55,11 @@ def twice(x: Tensor, w: Tensor, v: Tensor, y: Tensor) -> Tensor:
     return torch.cat([a, a], 1)
 
 
+def in_two(x: Tensor, w: Tensor, v: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    a = x @ w
+    return torch.cat([a, y], 1), torch.cat([y, a], 1), F.pad(a, (2, 0))
+
+
 def reduced(x: Tensor, w: Tensor, v: Tensor, y: Tensor) -> Any:
     a, columns = y.softmax(1), y.split(4, 1)
     return (
@@ -98,6 +103,7 @@ CASES: dict[str, tuple[Callable[..., Any], int]] = {
     "onto an argument": (onto_an_argument, 4 * B),
     "then a product": (lambda x, w, v, y: torch.cat([x @ w, x @ v], 1).t() @ x, NA + NB + 4 * (A + B) * K),
     "twice": (twice, 2 * NA),
+    "in two tensors": (in_two, 2 * (NA + NB) + NA + 8 * N),
     "by kernels that reduce": (reduced, 2 * NK + 7 * NB),
     "by a special function": (lambda x, w, v, y: torch.cat([torch.special.i0(x), y], 1), NK + NB),
     "of halves": (
@@ -107,7 +113,7 @@ CASES: dict[str, tuple[Callable[..., Any], int]] = {
 }
 
 
-MORE = ("nested", "several results", "by a special function", "by kernels that reduce")
+MORE = ("in two tensors", "nested", "several results", "by a special function", "by kernels that reduce")
 
 
 @pytest.mark.sample(3)
