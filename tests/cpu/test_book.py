@@ -220,6 +220,18 @@ def test_a_floor_is_bytes_operations_or_the_device_alone() -> None:
     assert standing.ceilings(ROOT, [], "nowhere") is None
 
 
+def test_a_claim_fails_as_a_loss_a_prediction_or_otherwise() -> None:
+    assert standing.kind_of("a: reflib takes 1.20 of the time of eager", "a loss, and it stays in the table") == "loss"
+    assert standing.kind_of("times as fast: 1.28, predicted 2.00", "less than predicted; a cache") == "prediction"
+    assert standing.kind_of("it is predicted to be faster", "the machine was busy") == "other"
+
+
+def test_a_device_with_hardly_any_times_has_a_sentence_and_no_table() -> None:
+    times = list(standing.pairs("chapter", [row("reflib", 1.0), row("TorchInductor", 2.0)]))
+    text = standing.told(ROOT, "a CPU", [("chapter", times, [{"holds": False}])], [])
+    assert "1 of 1 claims" in text and "<table" not in text
+
+
 def test_the_results_have_floors_and_every_claim_that_failed(pages: Path) -> None:
     text = unescape(article(pages, "book/results"))
     beside = re.findall(r'reflib-floor"><p><a href="../notebooks/([\w-]+).html', text)
@@ -249,7 +261,7 @@ def test_every_recorded_number_is_in_a_table(pages: Path) -> None:
     for slug, path in data.recordings(ROOT):
         recorded = json.loads(path.read_text(encoding="utf-8"))
         assert f"{len(recorded['rows']):,} numbers." in text, slug
-        assert data.made_with(recorded).split(", at ")[0] in text and recorded["shared"]["device"] in text
+        assert data.executed_on(recorded).split(", at ")[0] in text and recorded["shared"]["device"] in text
         for _, group in data.grouped(recorded["rows"]):
             heads, body = data.told_by(group)
             metrics = {", ".join(filter(None, (r["metric"], r.get("unit", "")))) for r in group}
@@ -269,7 +281,8 @@ def test_the_status_page_has_time_and_device_of_every_notebook(pages: Path) -> N
     text = article(pages, "book/status")
     for told in data.chapters(ROOT).values():
         row = next(r for r in re.findall(r"<tr.*?</tr>", text, re.S) if f"/{told.slug}.html" in r)
-        assert told.stamp["device"] in row and told.stamp["commit"] in row
+        assert data.executed_on(told.stamp) in row or f"Executed on {data.executed_on(told.stamp)}" in text
+        assert told.stamp["commit"] in row
         assert "match its code" in row, told.slug
         assert told.newer or re.search(r">\s*(<p>)?\d+\ss<", row), told.slug  # (how long all cells take is not known)
 
