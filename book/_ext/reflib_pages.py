@@ -9,6 +9,7 @@ import html
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -254,20 +255,32 @@ def html_table(heads: Iterable[str], body: Iterable[Iterable[str]], escape: bool
 
 
 def status(root: Path) -> str:
-    """A table: each notebook, the device and versions of its outputs, seconds to execute, whether its code matches."""
-    lines = ["| Notebook | Executed on | in | with | at commit | Its outputs |", "|---|---|---|---|---|---|"]
-    for told in chapters(root).values():
-        stamp, versions = told.stamp, told.stamp.get("versions", {})
+    """A table: each notebook, seconds to execute, whether its code matches. Device and versions are said once above it,
+    where most have the same."""
+    told_all = list(chapters(root).values())
+    made = {told.slug: executed_on(told.stamp) for told in told_all}
+    most = Counter(filter(None, made.values())).most_common(1)
+    usual = most[0][0] if most else ""
+    lines = [f"Executed on {usual}, if the table does not say otherwise.\n"] if usual else []
+    lines += ["| Notebook | in | at commit | Its outputs |", "|---|---|---|---|"]
+    for told in told_all:
         state = "not recorded yet"
-        if stamp:
+        if told.stamp:
             state = "match its code" if told.matches else "its code changed since"
             if told.newer:
                 state += f"; {told.newer} cells are newer and have none"
-        made_with = ", ".join(f"{k} {versions[k]}" for k in ("torch", "triton") if k in versions)
-        took = seconds(root, told.slug, stamp.get("device", ""))
-        cells = (told.link, stamp.get("device", ""), took, made_with, stamp.get("commit", ""), state)
-        lines.append(f"| {' | '.join(cells)} |")
+            if made[told.slug] != usual:
+                state += f"; {made[told.slug]}"
+        took = seconds(root, told.slug, told.stamp.get("device", ""))
+        lines.append(f"| {told.link} | {took} | {told.stamp.get('commit', '')} | {state} |")
     return "\n".join(lines)
+
+
+def executed_on(stamp: Mapping[str, Any]) -> str:
+    """A stamp's device and versions, in words."""
+    versions = stamp.get("versions", {})
+    named = (f"{k} {versions[k]}" for k in ("torch", "triton") if k in versions)
+    return ", ".join(filter(None, (stamp.get("device", ""), *named)))
 
 
 def seconds(root: Path, slug: str, device: str) -> str:

@@ -9,6 +9,7 @@ import html
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +20,7 @@ from reflib_claims import CLAIM
 from reflib_pages import chapters, html_table, recordings
 
 EQUAL = 1.05  # two times that differ by less are told as equal
+FEW = 10  # pairs of times; with fewer a table of them says nothing
 ALL_CASES = "all cases"  # the case of a row that says how many a set has
 PEER, PACKAGER = "TorchInductor", "AOTInductor"  # the packager's calls are compared with the first of reflib's
 TUNED = "reflib, tuned"  # what TorchInductor's max-autotune is compared with, where it was measured
@@ -100,15 +102,23 @@ def sets_of(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 def told(root: Path, device: str, found: list[Found], sets: list[str]) -> str:
     known = chapters(root)
+    everything = [p for _, some, _ in found for p in some]
+    timed = [p for p in everything if p.theirs]
+    claims_made = [c for _, _, claims in found for c in claims]
+    all_failed = f"{sum(c.get('holds') is False for c in claims_made)} of {len(claims_made)}"
+    if len(timed) < FEW:
+        return (
+            f"On **{html.escape(device)}** claims were recorded, and hardly any times: {all_failed} claims do not hold "
+            "([below](#what-does-not-hold))."
+        )
     heads = ("chapter", "faster", "equal", "slower", "refused or crashed", "claims that do not hold")
-    body, everything = [], [p for _, some, _ in found for p in some]
+    body = []
     for slug, some, claims in found:
         failed = sum(c.get("holds") is False for c in claims)
         page = f'<a href="../notebooks/{slug}.html">'
-        link = f"{page}{html.escape(known[slug].title)}</a>" if slug in known else f"{slug}, a benchmark"
+        link = f"{page}{html.escape(known[slug].title)}</a>" if slug in known else f"{slug} (a benchmark)"
         body.append([link, *counts(some), f"{failed} of {len(claims)}" if claims else ""])
-    body.append(["<b>all</b>", *counts(everything), ""])
-    timed = [p for p in everything if p.theirs]
+    body.append(["<b>all</b>", *counts(everything), all_failed])
     mean = math.exp(sum(math.log(p.ratio) for p in timed) / len(timed)) if timed else 1.0
     text = (
         f"On **{device}**, reflib beside TorchInductor wherever both were timed together ({len(timed)} times of "
@@ -229,7 +239,8 @@ def floor_figure(title: str, slug: str, place: Place, data: dict[str, Any]) -> s
 
 
 def failed(root: Path) -> str:
-    """A table per kind of device: what a chapter claims and a recording contradicts, and why it says that may be."""
+    """A table per kind of device: what a chapter claims and a recording contradicts, and why it says that may be; above
+    it, how many of each kind."""
     lines: dict[str, list[list[str]]] = {}
     made: dict[str, int] = {}  # claims that were decided
     told_on: dict[str, set[str]] = {}  # the chapters with claims there
@@ -239,17 +250,33 @@ def failed(root: Path) -> str:
             kind = device if device.startswith("NVIDIA") else "CPUs"
             made[kind] = made.get(kind, 0) + len(claims)
             told_on.setdefault(kind, set()).update([slug] if claims else [])
-            some = [[title, html.escape(what), html.escape(why)] for holds, what, why in claims if not holds]
+            some = [
+                [title, kind_of(what, why), html.escape(what), html.escape(why)]
+                for holds, what, why in claims
+                if not holds
+            ]
             lines.setdefault(kind, []).extend(some)
-    heads = ("chapter", "claim", "why not")
+    heads = ("chapter", "kind", "claim", "why not")
     everywhere = set().union(*told_on.values())
     text = []
     for kind, some in sorted(lines.items()):
         absent = [told.link for slug, told in chapters(root).items() if slug in everywhere - told_on[kind]]
-        said = f"{len(some)} of {made[kind]} claims in {len(told_on[kind])} chapters."
+        kinds = Counter(line[1] for line in some)
+        told = ", ".join(f"{kinds[k]} {KINDS[k] if kinds[k] > 1 else k}" for k in KINDS if kinds[k])
+        said = f"{len(some)} of {made[kind]} claims in {len(told_on[kind])} chapters" + (f": {told}." if told else ".")
         said += f" Not recorded there: {', '.join(absent)}." if absent else ""
         text.append(f"### On {kind}\n\n{said}" + (f"\n\n{html_table(heads, some)}" if some else ""))
     return "\n\n".join(text)
+
+
+KINDS = {"loss": "losses", "prediction": "predictions", "other": "others"}  # of a claim that failed, and their plural
+
+
+def kind_of(claim: str, why: str) -> str:
+    """Which of KINDS a failed claim is."""
+    if why.startswith("a loss"):
+        return "loss"
+    return "prediction" if re.search(r", predicted [\d.]+$", claim) else "other"
 
 
 def claims_of(root: Path, slug: str) -> dict[str, list[tuple[bool, str, str]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,7 +85,8 @@ def make_sampler(
             return graph_sampler(fn, Graphs(), flush), clock, ""
     except CaptureFailed as error:
         synchronize(device)
-        return event_sampler(fn, flush), "events", f"no graph ({str(error)[:80]}), so timed with events"
+        why = textwrap.shorten(str(error), 90, placeholder=" ...")
+        return event_sampler(fn, flush), "events", f"no graph ({why}), so timed with events"
 
 
 class NotHere(LabError):

@@ -13,6 +13,7 @@ from reflib.lab.showing import Listing, show, table
 
 WIN = 1.5  # times as fast as TorchInductor: both kernels are shown
 Texts = tuple[str, Sequence[Any]]  # TorchInductor's program after its imports, reflib's kernels
+COMMENTS = re.compile(r"^# (?!Topologically).*\n", re.M)  # where a kernel's file is, and the graph that it is made of
 HEADS = ("compiler", "kernel", "loops", "loads", "stores")
 
 
@@ -41,8 +42,14 @@ def generated(fn: Callable[..., Any], *args: Any, options: Mapping[str, Any] | N
 
 
 def after_imports(text: str) -> str:
-    """TorchInductor's program from its first kernel on."""
-    return text.split("_SymmetricMemory.empty_strided_p2p")[-1].strip()
+    """TorchInductor's program from its first kernel on, of its comments those that name a kernel's operations.
+
+    >>> print(after_imports("# kernel path: a\\n# Topologically Sorted Source Nodes: [x]\\n#   x => y\\nk = 1"))
+    # Topologically Sorted Source Nodes: [x]
+    k = 1
+    """
+    own = text.split("_SymmetricMemory.empty_strided_p2p")[-1]
+    return COMMENTS.sub("", own).strip()
 
 
 def show_wins(
