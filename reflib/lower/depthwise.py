@@ -20,6 +20,7 @@ from typing import Any
 from reflib.ir.expr import expr, product
 from reflib.ir.ops import value_dtype
 from reflib.ir.program import View
+from reflib.ir.traffic import SECTOR
 
 from .body import NestBuilder, check_dtype
 from .context import LoweringContext
@@ -31,17 +32,19 @@ SUMS = 9  # that a kernel of the weights' gradient keeps at the same time
 
 
 def channels_last(x: View) -> bool:
-    """Is ``x``, of an image or a volume, in an order for which there are other kernels than for ATen's own?"""
+    """Is ``x``, of an image or a volume, in an order for which there are other kernels than ATen's own?"""
     return len(x.shape) > 3 and x.strides[1] == 1
 
 
 def is_window(cx: LoweringContext, x: View, weight: View, *how: Any) -> bool:
-    """Is it depthwise, a result per channel, of few elements that are not in channels-last order?"""
+    """Is it depthwise, a result per channel, of few elements that are not in channels-last order? Where lanes go along
+    channels each reads its weights at a place of its own: these are to be one sector."""
     transposed, groups, taps = how[3], expr(how[-1]).constant or 1, product(weight.shape[1:]).constant
     exact = cx.low.options.numerics == "eager"
     depthwise = groups > 1 and x.shape[1] == groups and weight.shape[0] == groups and len(x.shape) == len(weight.shape)
-    few = taps is not None and taps <= TAPS
-    return cx.on_gpu and depthwise and few and not transposed and not exact and not channels_last(x)
+    few = taps is not None and taps <= (TAPS if x.strides[1] != 1 else SECTOR // weight.dtype.itemsize)
+    image = channels_last(x) and sum(n != 1 for n in x.shape[2:]) > 1
+    return cx.on_gpu and depthwise and few and not (transposed or exact or image)
 
 
 def depthwise(cx: LoweringContext, x: View, weight: View, bias: View | None, *how: Any) -> View:

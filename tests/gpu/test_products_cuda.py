@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from reflib.ir.traffic import SECTOR
 from reflib.lower.padding import IN_PLACE_SHARED
 from reflib.target import device_target
 from tests.checking import check
@@ -66,6 +67,34 @@ def audio() -> nn.Module:
         nn.Conv1d(80, 384, 3, padding=1), nn.GELU(), nn.Conv1d(384, 384, 3, 2, 1), nn.GELU(),
         nn.Conv1d(384, 384, 16, padding=8, groups=8), nn.GELU(),
     )  # fmt: skip
+
+
+class Short(nn.Module):
+    """A depthwise convolution of a transposed sequence, as in Mamba and Conformer."""
+
+    def __init__(self, taps: int, padding: int):
+        super().__init__()
+        self.mix, self.conv = nn.Linear(96, 2 * 160), nn.Conv1d(160, 160, taps, padding=padding, groups=160)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, x = self.mix(x).chunk(2, -1)
+        return F.silu(self.conv(x.mT)[..., : x.shape[1]].mT) * gate
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize(("taps", "padding"), [(4, 3), (7, 3), (31, 15)])
+def test_depthwise_sequences(taps: int, padding: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    net = Short(taps, padding).to("cuda", dtype)
+    names, args = zip(*net.named_parameters())
+
+    def fn(x: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(net, dict(zip(names, args)), (x,))
+
+    compiled = Compiled(fn)
+    check(fn, compiled, torch.randn(3, 301, 96, device="cuda", dtype=dtype), *args, backward=True)
+    convolutions = [n for n in compiled.externs if "convolution" in str(n.target)]
+    assert len(convolutions) == 2 * (taps * dtype.itemsize > SECTOR), "each lane would read several sectors of weights"
 
 
 NETS = {"grouped": (grouped, (4, 64, 28, 28)), "audio": (audio, (2, 80, 1000))}
