@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import kernels
+from tests import forking, kernels
 from tests.overheads import without_overheads
 
 # Examples are derived from the test alone: a failure on CI is the same failure here.
@@ -74,6 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[CACHE] = config.stash[made].name
     quick, worker = config.getoption("--quick"), hasattr(config, "workerinput")
     if quick and config.getoption("numprocesses", None) and not worker:
+        servers.enter_context(forking.shared())
         kernels.fork_tests()
 
 
@@ -87,6 +88,7 @@ def fork_kernels() -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     kernels.end_server()
+    servers.close()
     folder = config.stash.get(made, None)
     if folder is not None:
         os.environ.pop(CACHE, None)
@@ -130,6 +132,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
 
 
+servers = contextlib.ExitStack()
 made = pytest.StashKey[tempfile.TemporaryDirectory]()
 
 
@@ -259,7 +262,7 @@ def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
     from reflib.lab import children
     from tests.forking import child_of, server
 
-    monkeypatch.setattr(children, "_run_child", child_of(server()[1]))
+    monkeypatch.setattr(children, "_run_child", child_of(server()))
     monkeypatch.setattr(children, "cores", lambda: 1)  # which forks one at a time
 
 
