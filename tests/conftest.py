@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import hashlib
 import logging
 import os
 import resource
@@ -167,12 +168,15 @@ def place(item: pytest.Item) -> int:
 
 def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
     """What ``--quick`` leaves out, chapters' cells tagged ``slow`` too. Which variants of a test it keeps is drawn by a
-    hash of their names; of those that only draw other numbers (``seed``) and have no mark, one in SEEDS."""
-    slow, variants = [], defaultdict(list)
+    hash of their names (``each``: until every value of every parameter is there); of those that only draw other numbers
+    (``seed``) and have no mark, one in SEEDS."""
+    slow, variants, products = [], defaultdict(list), defaultdict(list)
     for item in items:
         cell = getattr(item, "cell", None)
         if item.get_closest_marker("slow") or (cell and "slow" in cell.metadata.get("tags", [])):
             slow.append(item)
+        elif item.get_closest_marker("each"):
+            products[item.nodeid.partition("[")[0]].append(item)
         elif mark := item.get_closest_marker("sample"):
             variants[item.nodeid.partition("[")[0], mark.args[0]].append(item)
         elif "seed" in (given := dict(getattr(getattr(item, "callspec", None), "params", {}))):
@@ -181,7 +185,21 @@ def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
     for (_, n), group in variants.items():
         group.sort(key=lambda item: zlib.crc32(item.name.encode()))
         slow += group[-(-len(group) // n) :]
+    for group in products.values():
+        kept = with_each_value(group)
+        slow += [item for item in group if item not in kept]
     return slow
+
+
+def with_each_value(group: list[pytest.Item]) -> set[pytest.Item]:
+    """Few variants of one test, among which every value of every parameter is."""
+    values = {i: {(name, repr(v)) for name, v in i.callspec.params.items()} for i in group}  # type: ignore[attr-defined]
+    group = sorted(group, key=lambda item: hashlib.sha1(item.name.encode()).digest())
+    kept, missing = set[pytest.Item](), set().union(*values.values())
+    while missing:
+        kept.add(best := max(group, key=lambda item: len(values[item] & missing)))
+        missing -= values[best]
+    return kept
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
