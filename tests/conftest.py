@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import hashlib
 import logging
 import os
 import resource
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import kernels
+from tests import forking, kernels
 from tests.overheads import without_overheads
 
 # Examples are derived from the test alone: a failure on CI is the same failure here.
@@ -74,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[CACHE] = config.stash[made].name
     quick, worker = config.getoption("--quick"), hasattr(config, "workerinput")
     if quick and config.getoption("numprocesses", None) and not worker:
+        servers.enter_context(forking.shared())
         kernels.fork_tests()
 
 
@@ -87,6 +89,7 @@ def fork_kernels() -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     kernels.end_server()
+    servers.close()
     folder = config.stash.get(made, None)
     if folder is not None:
         os.environ.pop(CACHE, None)
@@ -130,6 +133,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
 
 
+servers = contextlib.ExitStack()
 made = pytest.StashKey[tempfile.TemporaryDirectory]()
 
 
@@ -164,12 +168,15 @@ def place(item: pytest.Item) -> int:
 
 def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
     """What ``--quick`` leaves out, chapters' cells tagged ``slow`` too. Which variants of a test it keeps is drawn by a
-    hash of their names; of those that only draw other numbers (``seed``) and have no mark, one in SEEDS."""
-    slow, variants = [], defaultdict(list)
+    hash of their names (``each``: until every value of every parameter is there); of those that only draw other numbers
+    (``seed``) and have no mark, one in SEEDS."""
+    slow, variants, products = [], defaultdict(list), defaultdict(list)
     for item in items:
         cell = getattr(item, "cell", None)
         if item.get_closest_marker("slow") or (cell and "slow" in cell.metadata.get("tags", [])):
             slow.append(item)
+        elif item.get_closest_marker("each"):
+            products[item.nodeid.partition("[")[0]].append(item)
         elif mark := item.get_closest_marker("sample"):
             variants[item.nodeid.partition("[")[0], mark.args[0]].append(item)
         elif "seed" in (given := dict(getattr(getattr(item, "callspec", None), "params", {}))):
@@ -178,7 +185,21 @@ def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
     for (_, n), group in variants.items():
         group.sort(key=lambda item: zlib.crc32(item.name.encode()))
         slow += group[-(-len(group) // n) :]
+    for group in products.values():
+        kept = with_each_value(group)
+        slow += [item for item in group if item not in kept]
     return slow
+
+
+def with_each_value(group: list[pytest.Item]) -> set[pytest.Item]:
+    """Few variants of one test, among which every value of every parameter is."""
+    values = {i: {(name, repr(v)) for name, v in i.callspec.params.items()} for i in group}  # type: ignore[attr-defined]
+    group = sorted(group, key=lambda item: hashlib.sha1(item.name.encode()).digest())
+    kept, missing = set[pytest.Item](), set().union(*values.values())
+    while missing:
+        kept.add(best := max(group, key=lambda item: len(values[item] & missing)))
+        missing -= values[best]
+    return kept
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -259,7 +280,7 @@ def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
     from reflib.lab import children
     from tests.forking import child_of, server
 
-    monkeypatch.setattr(children, "_run_child", child_of(server()[1]))
+    monkeypatch.setattr(children, "_run_child", child_of(server()))
     monkeypatch.setattr(children, "cores", lambda: 1)  # which forks one at a time
 
 

@@ -1,6 +1,7 @@
 """Programs run in forks of a process that has imported what they need, which takes seconds of each Python of its own.
 
     python -m tests.forking FD MODULE ...     imports the modules, then serves the connection of that number
+    python -m tests.forking PATH MODULE ...   serves all that connect to that socket; imports when the first one does
 """
 
 import atexit
@@ -14,13 +15,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 def serve(requests: Connection) -> NoReturn:
@@ -96,19 +98,57 @@ MODULES = (
 )  # fmt: skip
 
 
+INTERPRETER = ("triton.runtime.interpreter",), {"TRITON_INTERPRET": "1"}
+SHARED = "REFLIB_TESTS_SERVERS"  # where pytest-xdist's workers find those that all of them share
+
+
 @functools.cache
-def server(*more: str, **env: str) -> tuple[subprocess.Popen[bytes], Connection]:
-    """A process that has imported what of torch all programs need, and ``more``: itself, and where to ask."""
+def server(*more: str, **env: str) -> Connection:
+    """Where to ask a process that has imported what of torch all programs need, and ``more``."""
+    if folder := os.environ.get(SHARED):
+        return connected(socket_in(folder, *more))
     ours, theirs = Pipe()
-    command = [sys.executable, "-m", "tests.forking", str(theirs.fileno()), *MODULES, *more]
-    process = subprocess.Popen(command, env=os.environ | env, pass_fds=[theirs.fileno()], cwd=Path(__file__).parents[1])
+    start(str(theirs.fileno()), more, env, pass_fds=[theirs.fileno()])
     theirs.close()
-    return process, ours
+    return ours
+
+
+def start(where: str, more: Sequence[str], env: Mapping[str, str], **how: Any) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.forking", where, *MODULES, *more]
+    return subprocess.Popen(command, env=os.environ | env, cwd=Path(__file__).parents[1], **how)
+
+
+def connected(path: str) -> Connection:
+    last = time.monotonic() + 60
+    while not os.path.exists(path) and time.monotonic() < last:
+        time.sleep(0.05)  # it is about to listen
+    return Client(path)
+
+
+def socket_in(folder: str, *more: str) -> str:
+    return str(Path(folder, "-".join(("programs", *more))))
+
+
+@contextlib.contextmanager
+def shared() -> Iterator[None]:
+    """One server of each kind for all processes that are started meanwhile."""
+    with tempfile.TemporaryDirectory(prefix="reflib-") as folder:
+        started = [start(socket_in(folder, *more), more, env) for more, env in (((), {}), INTERPRETER)]
+        os.environ[SHARED] = folder
+        try:
+            yield
+        finally:
+            del os.environ[SHARED]
+            for process in started:
+                process.terminate()
+            for process in started:  # so its processor time counts as ours
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(10)
 
 
 def forked(*words: str, **env: str) -> tuple[int | None, str, str]:
     """As ``ask``, of a program that does not mind what has been imported."""
-    return ask(server()[1], [*words], os.environ | env)
+    return ask(server(), [*words], os.environ | env)
 
 
 def printed(*words: str, **env: str) -> str:
@@ -129,12 +169,37 @@ def child_of(requests: Connection) -> Callable[[str, float, str], tuple[int | No
     return run_child
 
 
-if __name__ == "__main__":
+def prepare(modules: Sequence[str]) -> None:
     from tests.overheads import quick_interpreter, without_overheads
 
-    for module in sys.argv[2:]:
+    for module in modules:
         importlib.import_module(module)
     without_overheads()
     if os.environ.get("TRITON_INTERPRET") == "1":
         quick_interpreter()
-    serve(Connection(int(sys.argv[1])))
+
+
+def serve_all(path: str, modules: Sequence[str]) -> NoReturn:
+    """Each that connects by a fork, until it is told to end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    try:
+        with Listener(path, backlog=64) as listener:
+            while True:
+                requests = listener.accept()
+                prepare(modules)  # (imports nothing the next time)
+                if os.fork() == 0:
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                    serve(requests)
+                requests.close()
+    finally:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.wait()  # they end with those that they serve
+
+
+if __name__ == "__main__":
+    if sys.argv[1].isdecimal():
+        prepare(sys.argv[2:])
+        serve(Connection(int(sys.argv[1])))
+    serve_all(sys.argv[1], sys.argv[2:])

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.forking import ask, server
+from tests.forking import INTERPRETER, ask, server
 
 TESTS = Path(__file__).parent
 
 
 def interpreted(*words: str, **env: str) -> str:
     """What a program prints ("-c" and its text, or a file of this folder, and its arguments)."""
-    way = {"TRITON_INTERPRET": "1"}
+    more, way = INTERPRETER
     words = words if words[0] == "-c" else (str(TESTS / words[0]), *words[1:])
-    code, out, errors = ask(server("triton.runtime.interpreter", **way)[1], [*words], os.environ | way | env)
+    code, out, errors = ask(server(*more, **way), [*words], os.environ | way | env)
     assert code == 0, errors[-3000:]
     return out
 

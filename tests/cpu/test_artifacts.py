@@ -41,7 +41,7 @@ class Forked:
 
     @staticmethod
     def run(command, *, timeout, env=os.environ, stdout=None, **_):
-        code, out, errors = ask(server()[1], command[2:] if command[1] == "-m" else command[1:], env, timeout)
+        code, out, errors = ask(server(), command[2:] if command[1] == "-m" else command[1:], env, timeout)
         if stdout is not None:
             stdout.write((out + errors).encode())
         return SimpleNamespace(returncode=code, stderr=errors)

@@ -256,6 +256,7 @@ HIDDEN = {
 }
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", HIDDEN)
 def test_gradients_of_rows_that_a_number_hides(name: str, dtype: torch.dtype) -> None:

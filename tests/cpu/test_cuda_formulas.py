@@ -24,7 +24,7 @@ def _inputs(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
     return [numbers(dtype, "cpu", i, 4000).clamp(-9, 9) for i in range(2 if name in TWO else 1)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.each
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("name", CASES)
 def test_they_mean_the_op(name: str, dtype: torch.dtype) -> None:

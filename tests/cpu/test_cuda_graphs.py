@@ -13,6 +13,8 @@ import torch
 import reflib
 from reflib.wrap import cuda_graphs, graph_parts, host
 
+# asked when such a test begins: each of pytest-xdist's workers would compile it while it collects
+no_extension = pytest.mark.skipif("host.replays() is None", reason="no C extension")
 
 class OnCpu(cuda_graphs.Recorder):
     kind = "cpu"
@@ -156,7 +158,7 @@ def replay_of(kinds, wanted, args, launch=lambda: None, copy=None, outputs=(), c
     return host.replays()(kinds.encode(), addresses, wanted, like, counted, counts, copy, launch, outputs, None, -1, 0)
 
 
-@pytest.mark.skipif(host.replays() is None, reason="no C extension")
+@no_extension
 @pytest.mark.parametrize("seed", range(40))
 def test_a_replay_is_of_what_was_recorded(seed):
     """Inputs of all kinds; one of them changed: nothing happens, and the list is as it was."""
@@ -182,7 +184,7 @@ def test_a_replay_is_of_what_was_recorded(seed):
     assert torch.equal(made, own)
 
 
-@pytest.mark.skipif(host.replays() is None, reason="no C extension")
+@no_extension
 def test_a_replay_is_not_entered_twice():
     """By another thread while it is launched; an error in it is the caller's, and it can be called again."""
     inner = []
@@ -200,7 +202,7 @@ def test_a_replay_is_not_entered_twice():
     assert run([x]) == (x,) and inner == [None] * 3
 
 
-@pytest.mark.skipif(host.replays() is None, reason="no C extension")
+@no_extension
 def test_a_replay_waits_until_its_results_are_gone():
     own = torch.randn(4)
     storage = own.untyped_storage()

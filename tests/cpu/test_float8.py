@@ -63,6 +63,7 @@ CASES = {
 }
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", CASES)

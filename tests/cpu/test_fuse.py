@@ -77,6 +77,7 @@ ONE_KERNEL = {
 }
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("target", [CPU, GPU], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("name", ONE_KERNEL)
 def test_one_kernel(name, target):

@@ -43,6 +43,7 @@ def index_fill(w, i):
 FROM_THE_END = (index, index_put, index_fill)  # places may be counted so
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("wrapper", ["python", "cpp"])
 @pytest.mark.parametrize("fn", [embedding, gather, index_select, *FROM_THE_END], ids=lambda f: f.__name__)
 def test_the_error_names_op_and_line(fn, wrapper):

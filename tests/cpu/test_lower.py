@@ -75,6 +75,7 @@ UNARY = {
 }
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", UNARY)
 def test_elementwise_on_hostile_floats(name, layout):
@@ -94,6 +95,7 @@ def test_integers():
     check(lambda a: (a // 2, a % 3, a**3, a & 6, a << 2, a >> 1, ~a, a / 3, torch.fmod(a, -2), a.clamp(0.5, 2)), x)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided", "expanded", "scalar"])
 def test_reductions(dtype, layout):
@@ -168,6 +170,7 @@ def test_positions_from_tensors():
     )
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("shape, index", [((), 0), ((), [0]), ((5,), 2), ((5,), [2, 0]), ((1,), 0)])
 @pytest.mark.parametrize("op", [torch.index_select, torch.gather])
 def test_positions_without_dimensions(op, shape, index):
@@ -276,6 +279,7 @@ def test_decompositions_leave_random_ops_and_attention_whole():
     assert "aten.native_layer_norm.default" in names
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_one_position_per_row_written(dim, dtype):

@@ -78,6 +78,7 @@ BIASES = {
 }
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", BIASES)
 def test_addmm(dtype, bias):
@@ -129,6 +130,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("a", LAYOUTS)
 @pytest.mark.parametrize("b", LAYOUTS)
 def test_operands_of_any_strides(a, b):

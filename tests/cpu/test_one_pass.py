@@ -95,6 +95,7 @@ LONG: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], tuple[i
 }  # fmt: skip
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", LONG)
 def test_passes(name: str, dynamic: bool) -> None:

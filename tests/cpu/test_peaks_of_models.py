@@ -130,6 +130,7 @@ def planned(e: Any) -> int:
     return max(peak, e.backward.memory.peak_bytes + sum(e.scheduled.buffers[b].nbytes.hint() for b in kept))
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("kind", [Mlp, Residual, Tables, Pixels, Audio, Tagger])
 def test_at_most_eagers(kind: Any, training: bool) -> None:

@@ -204,6 +204,7 @@ def test_a_graph_is_read_back_as_it_was() -> None:
     assert shown(again.graph) == shown(g)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("layout", ["plain", "transposed", "expanded", "offset", "misaligned", "strided"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool"])
 def test_inputs_are_made_again(layout: str, dtype: str) -> None:

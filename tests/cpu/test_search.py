@@ -25,6 +25,7 @@ def sequences(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return s, x
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8])
 @pytest.mark.parametrize("n", [0, 1, 2, 7, 8, 100])
 def test_places(n: int, dtype: torch.dtype) -> None:

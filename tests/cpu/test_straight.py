@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 import reflib
 from reflib.capture import straight
-from reflib.wrap import cuda_graphs, host
+from reflib.wrap import cuda_graphs, host  # noqa: F401 - asked when a test begins
 from tests.checking import check
 from tests.cpu.test_cuda_graphs import layer, recorder  # noqa: F401 - a fixture
 
@@ -144,7 +144,7 @@ def test_sizes_and_the_same_tensor_twice() -> None:
     torch.testing.assert_close(f(x, torch.ones(7, 2), 3), (x + 1) * 3 + 7)
 
 
-@pytest.mark.skipif(not host.has_entries(), reason="without the extension in C")
+@pytest.mark.skipif("not host.has_entries()", reason="without the extension in C")
 def test_a_fitting_call_goes_to_the_recording_at_once(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Past AOTAutograd's and the graph's own callables, without gradients; what does not fit goes through them."""
     f, x, w = reflib.compile(layer, cuda_graphs=True), torch.randn(8, 16), torch.randn(16, 16)

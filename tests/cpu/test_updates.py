@@ -323,6 +323,7 @@ def spread(x: torch.Tensor) -> torch.Tensor:
     return x.view(2, -1).unbind(1)[1]
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("fn", [second_half, spread])
 @pytest.mark.parametrize("at", [slice(0, 8), slice(6, 14), slice(5, None, 2)], ids=str)
