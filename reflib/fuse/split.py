@@ -12,10 +12,9 @@ LeVeque, "Updating formulae and a pairwise algorithm for computing sample varian
 The first step is an ordinary reduction: the producers of ``g``'s inputs fuse into it. Columns (a bias gradient: the sum
 over 32,768 rows of each of 4,096 columns) are cut as well where COLUMNS per program do not fill the machine.
 
-**Whole rows.** What is reduced over all of a tensor is reduced row by row first where that needs a statistic of its row
-(the mean over a batch of a divergence of two distributions): one more reduction in the kernel that makes these, where
-pieces would have other axes and read the row again. And so it is where other pieces would not be equal: with what makes
-and reads the same elements (the gradient of a tensor beside that of the number it is scaled by) rows are one kernel. ::
+**Whole rows** (``whole_rows``). What is reduced over all of a tensor is reduced row by row first where rows are reduced
+too; and where other pieces would not be equal: with what makes and reads the same elements (the gradient of a tensor
+beside that of the number it is scaled by) rows are one kernel. ::
 
     y = sum_{i, r} f(i, r)     becomes     of_rows[i] = sum_r f(i, r);  y = sum_i of_rows[i], which may be cut again
 """
@@ -54,11 +53,11 @@ from .mapping import fresh
 from .one_order import has_order, pieces_by_length
 from .producers import makers, steps_apart
 from .result import Fused
+from .whole_rows import LINE, PLAIN, sums_all, whole_rows
 
 BLOCK = 64  # a piece's length is a multiple of this where possible: generated loops go over rows in such steps
 COLUMNS = 64  # results per program of a column reduction: 128 bytes of half precision
 FEW, PAIRS = 16, 64  # ... of what is in no lines of its own, having so many times as many points as bytes are read
-LINE = 64  # elements that one piece of a row reads next to each other: 128 bytes of half precision
 WHOLE = 512  # rows of a column reduction that a program keeps in registers, of 32 columns: all in one kernel
 PIECE = 256  # rows of a column reduction that are read all at once
 ALIGNED = 8  # columns of which rows begin at 16 bytes: others are read more slowly in parts than whole
@@ -68,8 +67,7 @@ MIN_SCAN = 16384  # a shorter row is not worth the three kernels of ``split_scan
 MOST = 512  # pieces, for a second step that is short
 WAVES = 16  # programs per multiprocessor, some 6 at a time: so many that few of these idle while the last ones end
 RICH = 1 << 16  # elements of a piece beside which its start is short
-_PLAIN = ("sum", "prod", "max", "min", "any", "all")  # which a part's result is reduced by
-_KINDS = (*_PLAIN, "argmax", "argmin", "m2")
+_KINDS = (*PLAIN, "argmax", "argmin", "m2")
 
 
 def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
@@ -85,7 +83,7 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
             nodes.append(node)
             continue
         pieces, least = _pieces(program, depends, position, node, options, target)
-        rows = 0 if invariant else _rows(program, depends, position, node)
+        rows = 0 if invariant else whole_rows(program, depends, position, node)
         rows = rows or (_long_rows(node, pieces, enough) if pieces > 1 and not invariant else 0)
         if product(a.size for a in node.axes[:rows]).hint() >= enough:
             first, node = _by_rows(node, rows, buffers)
@@ -97,25 +95,6 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
 
 
 # -- whole rows -------------------------------------------------------------------------------------
-def _sums_all(loops: LoopNest) -> bool:
-    plain = all(s.kind in _PLAIN for s in loops.body if isinstance(s, Reduce))
-    return len(loops.reduced) > 1 and not loops.parallel and plain
-
-
-def _rows(program: Program, depends: Dependencies, position: int, loops: LoopNest) -> int:
-    """How many of the first axes are rows of which a statistic is needed: all are reduced. 0: none."""
-    sizes = [a.size for a in loops.axes]
-
-    def elementwise(maker: LoopNest) -> bool:
-        own = [a.size for a in maker.axes]
-        return not maker.reduced and own in (sizes, sizes[: len(own)])
-
-    for maker in makers(program, depends, position, elementwise) if _sums_all(loops) else ():
-        if maker.reduced and [a.size for a in maker.axes] == sizes and maker.parallel and maker.axes[-1].kind == "r":
-            return len(maker.parallel)
-    return 0
-
-
 def _of_softmax(program: Program, depends: Dependencies, position: int, loops: LoopNest) -> bool:
     """Is what is summed made, element by element, with the maximum of the same row?"""
     return any(
@@ -135,7 +114,7 @@ def _of_scan(program: Program, depends: Dependencies, position: int, loops: Loop
 def _long_rows(loops: LoopNest, pieces: int, enough: int) -> int:
     """How many of the first axes are rows, ``enough`` and of LINE neighbours or more, if ``pieces`` are not equal."""
     last = loops.axes[-1]
-    if not _sums_all(loops) or any(s.index.coefficient(last.var) not in (0, 1) for s in loops.loads()):
+    if not sums_all(loops) or any(s.index.coefficient(last.var) not in (0, 1) for s in loops.loads()):
         return 0
     if _cut_rows(loops, pieces) or cut_axis(*with_axis(loops, pieces)[1:], alone=False).exact:
         return 0

@@ -1,4 +1,4 @@
-"""A reduction over a few elements whose results another reduction needs: written out, so that both are one kernel.
+"""A reduction over a few elements whose results meet other rows: written out, so that both are one kernel.
 
 The squared distance of two points is a sum over three coordinates; the distance to the nearest point is a minimum of
 these. One kernel has one set of rows, so as two reductions they are two kernels, and all the distances go through
@@ -6,7 +6,8 @@ memory. Written out, the first is elementwise::
 
     d[i, j] = sum_c (x[i, c] - y[j, c])^2     becomes     d[i, j] = (x[i, 0] - y[j, 0])^2 + (x[i, 1] - y[j, 1])^2 + ...
 
-It is joined to its readers, or computed again in each of them, like other elementwise work. The elementwise nodes that
+(Or a cost of all pairs of boxes, of sums over four coordinates and of products of two sides: they meet in a sum.) It is
+joined to its readers, or computed again in each of them, like other elementwise work. The elementwise nodes that
 make its operand alone go into it first; they are computed as often as before. A short reduction whose readers reduce
 the same rows (a norm of 4 features), or put its result back beside each element, stays one.
 
@@ -81,7 +82,8 @@ def unroll(fused: Fused, options: Options, target: Target) -> Fused:
     if not short:
         return fused
     depends = dependencies(program)
-    chosen = {i for i in short if _reduced_again(program, depends, i)}
+    lengths = _rows(program, depends)
+    chosen = {i for i in short if _apart(program, depends, lengths, i)}
     taken = _makers(program, depends, chosen)
     nodes = list(program.nodes)
     for i in sorted(chosen):
@@ -315,8 +317,24 @@ def _short(loops: LoopNest) -> bool:
     return _few(loops) and not any(s.reduce or s.index.has(v) for s in loops.stores() for v in loops.reduced_vars)
 
 
-def _reduced_again(program: Program, depends: Dependencies, position: int) -> bool:
-    """Does a reduction over other rows read its results, at once or through elementwise nodes with as many points?"""
+def _rows(program: Program, depends: Dependencies) -> list[dict[Expr, set[Expr]]]:
+    """Per node, of each number of results: the lengths of the rows that these were reduced from, in it or in what it
+    reads through elementwise nodes with as many points."""
+    found: list[dict[Expr, set[Expr]]] = []
+    for i, node in enumerate(program.nodes):
+        lengths = set[Expr]()
+        if isinstance(node, LoopNest):
+            lengths = {node.rnumel} if node.reduced else lengths
+            makers = (depends.last_writer(b, i) for b in node.reads()) if not node.reduced else ()
+            for w in makers:
+                lengths |= found[w].get(node.numel, set()) if w is not None else set()
+        found.append({node.numel: lengths} if lengths else {})  # type: ignore[union-attr]
+    return found
+
+
+def _apart(program: Program, depends: Dependencies, lengths: list[dict[Expr, set[Expr]]], position: int) -> bool:
+    """Do its results meet other rows, at once or through elementwise nodes with as many points: of a reduction that
+    reads them, or rows of another length that an elementwise node's other operand was reduced from?"""
     rows = program.nodes[position].numel  # type: ignore[union-attr]
     todo, seen = [position], set[int]()
     while todo and len(seen) < FAR:
@@ -329,6 +347,8 @@ def _reduced_again(program: Program, depends: Dependencies, position: int) -> bo
                 if reader.reduced and reader.numel != rows:
                     return True
                 if not reader.reduced and reader.numel == rows:
+                    if len(lengths[r].get(rows, ())) > 1:
+                        return True
                     todo.append(r)
     return False
 

@@ -56,6 +56,26 @@ def test_all_distances_are_not_stored() -> None:
     assert len(kernels(f)) == 2 and not any(b.kind == "temp" and b.numel == 45 * 37 for b in f.program.buffers.values())
 
 
+@pytest.mark.parametrize("kind", ["sum", "prod", "mean", "amax"])
+def test_short_reductions_of_other_lengths_meet_in_one_kernel(kind: str) -> None:
+    """A cost of pairs of boxes: sums over four coordinates, products of two sides, and a long row's sum beside them."""
+    r = random.Random(kind)
+    m, n, k = r.randrange(20, 60), r.randrange(20, 60), r.randrange(40, 90)
+    a, b = torch.rand(m, 4, generator=_seeded(0)), torch.rand(n, 4, generator=_seeded(1))
+    long = torch.rand(m, n, k, generator=_seeded(2))
+
+    def cost(a: Tensor, b: Tensor, long: Tensor) -> tuple[Tensor, ...]:
+        a, b = a[:, None], b[None]
+        side = (torch.minimum(a[..., 2:], b[..., 2:]) - torch.maximum(a[..., :2], b[..., :2])).relu().prod(-1)
+        near = getattr((a - b).abs(), kind)(-1)
+        return (5 * near - side.sqrt(), near * long.sum(-1) + side)
+
+    f = fused(lambda a, b, long: cost(a, b, long)[:1], (a, b, long))
+    assert len(kernels(f)) == 1
+    f = fused(cost, (a, b, long))
+    assert len(kernels(f)) == 1 and kernels(f)[0].rnumel == k
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_coordinates_that_are_mixed_are_written_out(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What makes rows of a cross product and what takes them are one kernel, which reads each input once."""

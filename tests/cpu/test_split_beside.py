@@ -8,6 +8,7 @@ import pytest
 import torch
 from fuse_cases import fused, kernels
 
+import reflib
 from reflib.fuse import split
 from reflib.ir.loops import LoopNest
 
@@ -88,3 +89,30 @@ def test_pieces_that_are_equal_are_taken_before_rows() -> None:
     for x, y in (narrow, [torch.ones(512, 64), torch.ones(512, 64)]):
         program = fused(lambda x, y: (x * y, (x + y).sum()), [x, y]).program
         assert not any("of_rows" in b for n in program.nodes if isinstance(n, LoopNest) for b in n.writes())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sum_beside_those_of_rows_is_one_of_rows(seed: int) -> None:
+    """A loss per sequence and the mean loss: what both are made of is computed once, and not stored. (Rows that nothing
+    else reduces, or short ones, are no reason: pieces as long as wanted have fewer results.)"""
+    rng = random.Random(seed)
+    m, n = rng.randrange(270, 500), rng.choice([97, 101, 103])
+    x, y = torch.randn(m, n), torch.randn(m, n)
+
+    def losses(x, y):
+        d = (x - y).exp() - x
+        return (d * y).sum(1), d.mean(), (d * x.relu()).sum()
+
+    f = fused(losses, (x, y))
+    assert large(f) == 2 and not any(b.kind == "temp" and b.numel == m * n for b in f.program.buffers.values())
+    x7, y7 = x[:, :91].reshape(-1, 7), y[:, :91].reshape(-1, 7)
+    short = fused(losses, (x7, y7))
+    assert all(n.numel.hint() != 13 * m or n.rnumel == 7 for n in kernels(short))
+    if seed == 0:
+        check_close(losses, (x, y))
+
+
+def check_close(fn: Callable[..., Any], args: tuple[torch.Tensor, ...]) -> None:
+    wide = fn(*(a.double() for a in args))
+    for got, exact in zip(reflib.compile(fn)(*args), wide):
+        torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-3)
