@@ -6,8 +6,8 @@ values so far. It runs eagerly and compiled, forward and perhaps backward, with 
 
 Of three kinds: any ops; many more of them, class by class (``fuzz_templates``); and updates in place: of inputs,
 temporaries and parts of them, which overlap, where inputs may be views of one another (from the first call on, or after
-a call with inputs that share nothing), with calls that write where they are told (``out=``, parts of a ``cat``), under
-either wrapper and with an arena.
+a call with inputs that share nothing), with calls that write where they are told (``out=``, parts of a ``cat``, lists),
+in branches and loops too, under either wrapper and with an arena.
 
     make fuzz N=5000            more of them, N of each kind, on all cores
     REFLIB_FUZZ_SECONDS=60      how long without N
@@ -29,8 +29,10 @@ from hypothesis import strategies as st
 from reflib.observe import repro
 from reflib.options import Options
 from reflib.pipeline import Backend
+from tests import fuzz_updates
 from tests.checking import call, clone, wrong
 from tests.fuzz_templates import CLASSES, WINDOWS
+from tests.fuzz_updates import BLOCKS, HOW, JOINED, LISTS, PART, SEEN, UPDATE
 
 COUNT = int(os.environ.get("REFLIB_FUZZ") or 0)
 SECONDS = float(os.environ.get("REFLIB_FUZZ_SECONDS") or 20)
@@ -86,7 +88,7 @@ class Program_:
         return "\n".join(lines)
 
     def function(self) -> Callable[..., Any]:
-        scope: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
+        scope: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "U": fuzz_updates}
         exec(self.source(), scope)
         return scope["f"]
 
@@ -95,7 +97,8 @@ class Program_:
         names = ", ".join(f"v{n}" for n in range(len(self.inputs)))
         how = f"dynamic={dynamic}, backward={backward}, apart_first={self.apart_first}, **{self.options}"
         return (
-            "import torch, torch.nn.functional as F\nfrom tests.cpu.test_fuzz import judge, make\n\n"
+            "import torch, torch.nn.functional as F\nimport tests.fuzz_updates as U\n"
+            "from tests.cpu.test_fuzz import judge, make\n\n"
             f"{self.source()}\n\n{args}print(judge(f, [{names}], {how}))\n"
         )
 
@@ -192,55 +195,6 @@ INDEX = (
 )  # fmt: skip
 
 
-# -- in place: what is updated, and how ("{p}": the part, "{b}": another value, "{q}": a part of the same tensor)
-PART = (
-    "{a}", "{a}", "{a}.narrow({d}, {k}, {m})", "{a}.narrow({d}, {k}, {m})", "{a}.select({d}, {k})",
-    "{a}.transpose({d}, {e})", "{a}[..., ::2]", "{a}[1:]", "{a}[:-1]", "{a}.diagonal(0, {d}, {e})", "{a}.reshape(-1)",
-    "{a}.unsqueeze({d})", "{a}.chunk(2, {d})[-1]", "{a}.narrow({d}, {k}, {m})[..., 1:]",
-    "torch.as_strided({a}, ({m},), (1,))", "torch.as_strided({a}, ({m},), (1,), {k})",
-)  # fmt: skip
-UPDATE = (
-    "{p}.add_({b})", "{p}.mul_(2)", "{p}.copy_({b})", "{p}.copy_({q} * 2)", "{p}.add_({q}.clone())", "{p}.fill_(1)",
-    "{p}.zero_()", "{p}.clamp_(-1, 1)", "{p}.masked_fill_({p} > 0, 2)", "{p}.sub_({b}.sum())", "{p}.neg_()",
-    "{p}.index_copy_({d}, torch.arange({p}.shape[{d}], device={p}.device).flip(0), {p}.clone())",
-    "{p}.copy_({p}.flip({d}))",
-    "{p}.index_add_({d}, torch.zeros({p}.shape[{d}], dtype=torch.int64, device={p}.device), {p} * 2)",
-    "{p}.scatter_({d}, torch.zeros_like({p}, dtype=torch.int64), 3)",
-    "{p}.index_fill_({d}, torch.tensor([0], device={p}.device), 4)",
-    "{p}.index_put_((torch.arange({p}.shape[0], device={p}.device) // 2,), {p}[:1] + 1, accumulate=True)",
-    "{p}.relu_()",
-    "{p}.copy_({p}.cumsum({d}))", "{p}.copy_(torch.cat([{p}, {p}], {d}).narrow({d}, 1, {p}.shape[{d}]))",
-    "{p}.masked_scatter_({p} > 0, {p}.flip({d}).contiguous())", "{p}.addcmul_({b}, {b})", "{p}.lerp_({b}, 0.5)",
-    "{p}.transpose_({d}, {e})", "{p}.copy_({b}.to({p}.dtype) @ {b}.to({p}.dtype).mT)", "{p}.swapaxes({d}, {e}).mul_(3)",
-    "{p}.copy_(torch.slice_scatter({p}, {p}[:1] + 1, 0, 0, 1))", "torch.mul({p}, 2, out={p})",
-    "{p}.copy_(torch.select_scatter({p}, {p}.select({d}, 0) * 2, {d}, 0))", "torch.add({p}, {b}, out={p})",
-    "torch.cumsum({p}.clone(), {d}, out={p})", "{p}.copy_({p}.sort({d}, stable=True)[0])",
-    "torch.sort({p}.clone(), stable=True, dim={d}, out=({p}, torch.zeros_like({p}, dtype=torch.int64)))[0]",
-    "{p}.index_put_(({p} > 0,), torch.ones((), dtype={p}.dtype, device={p}.device))", "{p}.cumsum_({d})",
-    "torch._foreach_mul_([{p}], 2) or {p}", "{p}.put_(torch.tensor([0], device={p}.device), {p}.reshape(-1)[:1] + 1)",
-    "{p}.scatter_add_({d}, torch.zeros_like({p}, dtype=torch.int64), {p} * 2)", "{p}.tril_()", "{p}.addmm_(-{p}, -{p})",
-    "{p}.scatter_reduce_({d}, torch.zeros_like({p}, dtype=torch.int64), {p}.clone(), 'amax')", "{p}.squeeze_()",
-    "{p}.sub_({p}.sum({d}, keepdim=True))", "{p}.mul_({p}.select({d}, 0).unsqueeze({d}))", "{p}.add_({p}.flip({d}))",
-    "{p}.unflatten({d}, (-1, 1)).add_(1)", "{p}.movedim({d}, 0).copy_({b})", "torch.maximum({p}, {b}, out={p})",
-    "F.silu({p}, inplace=True)", "F.threshold({p}, 0, 1, inplace=True)", "{p}.copy_({q}.clone())", "{p}.add_({q})",
-    "torch.stack([{p}[0], {p}[0] * 2], out={p}[:2])", "torch.cat([{p}.clone()[1:], {p}[:1] * 3], out={p})",
-    "torch.cat([{p}.clone()[1:], {p}[:1] * 3], out={q})", "torch.sum({p}.clone(), {d}, out={p}.select({d}, 0))",
-)  # fmt: skip
-JOINED = (  # parts of one tensor that calls and kernels make
-    "torch.cat([{p} * 2, {p}.cumsum({d})], {d})", "F.pad({p}, (0, 3))", "F.pad({p}.sort({d}, stable=True)[0], (1, 2))",
-    "torch.stack([{p}.sort({d}, stable=True)[0], {p}], {d})", "torch.cat({p}.split(2, {d})[::-1], {d})",
-    "torch.cat([{p}.double() @ {p}.double().mT, {p}.double()], -1)", "torch.cat([{p}.topk(1, {d})[0], {p}], {d})",
-    "torch.cat([{p}.double().softmax({d}), {p}.double()], {d})", "torch.cat([{p}, {q}], {d})", "{p}.unbind({d})[-1]",
-    "torch.stack({p}.sort({d}, stable=True)[::-1], {d})", "torch.zeros_like({a}).copy_({a}.sort({d}, stable=True)[0])",
-)  # fmt: skip
-HOW: tuple[dict[str, Any], ...] = ({}, {}, {"arena": True}, {"wrapper": "cpp"}, {"wrapper": "cpp", "arena": True})
-SEEN = (  # an input that is a view of another
-    "{a}", "{a}.narrow({d}, {k}, {m})", "{a}[1:]", "{a}[:-1]", "{a}[..., ::2]", "{a}[..., 1::2]",
-    "{a}.transpose({d}, {e})", "{a}.select({d}, {k})", "{a}.view(-1)", "{a}.detach()", "{a}.view(torch.int32)",
-    "torch.as_strided({a}, ({m},), (1,))", "{a}.diagonal(0, {d}, {e})", "torch.as_strided({a}, ({m},), (1,), {k})",
-)  # fmt: skip
-
-
 @st.composite
 def updating(draw: Any) -> tuple[Program_, bool, bool]:
     """A program that updates its inputs and temporaries, and parts of them, in place."""
@@ -284,7 +238,8 @@ def _update(draw: Any, one: Any, values: list[Any], own: int) -> tuple[str, Any]
     parts = [_filled(draw, values, a, one(PART)) for _ in range(2)]
     if parts[0] is None or parts[1] is None:
         return None
-    text = one(UPDATE if draw(st.integers(0, 3)) else JOINED).replace("{p}", parts[0][0]).replace("{q}", parts[1][0])
+    kind = (UPDATE, UPDATE, UPDATE, UPDATE, JOINED, BLOCKS, LISTS)[draw(st.integers(0, 6))]
+    text = one(kind).replace("{p}", parts[0][0]).replace("{q}", parts[1][0])
     return _filled(draw, values, a, text, b)
 
 
@@ -300,7 +255,7 @@ def _filled(draw: Any, values: list[Any], a: int, template: str, b: int = 0) -> 
 
 def _computed(text: str, values: list[Any]) -> tuple[str, Any] | None:
     """The expression and what eager makes of it; None where that is no tensor, or too large."""
-    scope = {"torch": torch, "F": torch.nn.functional, **{f"v{i}": v for i, v in enumerate(values)}}
+    scope = {"torch": torch, "F": torch.nn.functional, "U": fuzz_updates, **{f"v{i}": v for i, v in enumerate(values)}}
     try:
         value = eval(text, scope)
     except Exception:
