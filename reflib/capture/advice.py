@@ -22,8 +22,9 @@ _ADVICE = (
         "Branches and bodies of torch.cond, while_loop and scan write to no tensor from outside: return the new value",
     ),
     (
-        ("torch.cond branches", "merging two branches", "differing branch outputs"),
-        "The branches of torch.cond return the same structure, ranks and dtypes",
+        ("torch.cond branches", "two branches", "differing branch outputs", "unsupported branch return"),
+        "The branches of torch.cond return the same structure of tensors and ints: of the same ranks and dtypes, laid "
+        "out in the same order (contiguous())",
     ),
     (
         ("same metadata", "carried_inputs"),

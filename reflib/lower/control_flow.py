@@ -3,12 +3,13 @@
 A branch is a graph whose placeholders are the op's operands. It is lowered by the rules that its ops have anywhere
 else, with the operands' own views in their place, into a list of nodes over the program's buffers, and stores what it
 returns where the op's results are. What cannot be done so is Unsupported: the op is then a call of PyTorch's, as
-every op without a rule is, and its branches run op by op (results whose sizes differ from branch to branch; the
+every op without a rule is, and its branches run op by op (results whose sizes depend on what a branch computes; the
 stacked values of a ``while_loop`` under gradients, of which there are as many as iterations).
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from .extern import used_results
 from .lower import Lowering
 from .rules import RULES, Unsupported
 from .subgraph import Refused, _constant, _inside, _written, assumptions, put_instead
+from .symbols import Symbols
 from .unused import remove_unused
 
 aten = torch.ops.aten
@@ -37,17 +39,21 @@ Values = Sequence[Any]
 def cond(cx: LoweringContext, pred: Any, true_fn: Any, false_fn: Any, operands: Values = ()) -> Any:
     """One of two graphs, by a bool, a condition on sizes, or a tensor with one element."""
     flat, spec = pytree.tree_flatten(cx.fake)
-    outputs = [_result(cx, i, f) if i in used_results(cx, flat) else None for i, f in enumerate(flat)]
     named: list[tuple[str, Any]] = [("true", true_fn), ("false", false_fn)]
     facts: tuple[Assume, ...] = ()
     if isinstance(pred, (bool, int)):
         named = [named[not pred]]
     else:
         facts = _facts(cx, pred, cx.node.args[0].meta["val"], "cond")  # type: ignore[union-attr]
+    holds = facts[0].what.atom if isinstance(pred, View) else None
     variants: list[Variant] = []
-    for name, graph in named:
-        b = _Block(cx, name)
-        variants.append(b.leave(facts if len(variants) + 1 < len(named) else (), b.run(graph, operands), outputs))
+    used = [f if i in used_results(cx, flat) else None for i, f in enumerate(flat)]
+    with _sizes_bound(cx, used, dict(named), holds):
+        outputs = [None if f is None else _result(cx, i, f) for i, f in enumerate(used)]
+        for name, graph in named:
+            b = _Block(cx, name)
+            here = [_of_sizes(o, {holds: int(name == "true")}) if o and holds else o for o in outputs]
+            variants.append(b.leave(facts if len(variants) + 1 < len(named) else (), b.run(graph, operands), here))
     made = tuple(o.buffer for o in outputs if o is not None)
     cx.low.nodes.append(Region(cx.low.next_node(), made, tuple(variants), (cx.origin,)))
     return pytree.tree_unflatten(outputs, spec)
@@ -253,6 +259,52 @@ class _Loop:
 
 
 # -- values ---------------------------------------------------------------------------------------------
+@contextmanager
+def _sizes_bound(cx: LoweringContext, results: Values, branches: dict[str, Any], holds: Any) -> Iterator[None]:
+    """A size of a result that the branches do not agree on has a symbol of its own, which PyTorch knows after the call.
+    Where each branch's size is known before, so is this: ``false + holds * (true - false)``. holds: a symbol, 1 where
+    the first branch is taken; None: there is none. (If the op is PyTorch's call after all, that says it.)"""
+    symbols = cx.low.symbols
+    before, bound = dict(symbols.opaque), {*symbols.bound}
+    try:
+        for i, (fake, *fakes) in enumerate(zip(results, *map(_returned, branches.values()))):
+            if all(isinstance(f, torch.Tensor) and f.ndim == fake.ndim for f in (fake, *fakes)):
+                sizes = [(*f.shape, *f.stride()) for f in (fake, *fakes)]
+                _bind_sizes(symbols, f"the size of result {i}", list(branches), zip(*sizes), holds)
+        yield
+    except Unsupported:
+        symbols.opaque = before
+        symbols.bound &= bound
+        symbols._converted.clear()
+        raise
+
+
+def _bind_sizes(symbols: Symbols, what: str, names: list[str], sizes: Iterable[Values], holds: Any) -> None:
+    for n, *of in sizes:
+        size = n.node.expr if isinstance(n, torch.SymInt) else None
+        if size is None or not size.is_Symbol or str(size) in symbols.bound:
+            continue
+        made = symbols.exprs(of)
+        if unknown := [name for name, e in zip(names, made) if not symbols.all_bound(e)]:
+            raise Unsupported(f"{what} is known only when the {unknown[0]} branch has run")
+        if made[0] != made[-1] and holds is None:
+            raise Unsupported(f"{what} depends on the branch, and the predicate is no tensor")
+        symbols.opaque[size] = made[-1] + (made[0] - made[-1]) * expr(holds or 0)
+        symbols.bound.add(str(size))
+        symbols._converted.clear()
+
+
+def _returned(graph: Any) -> list[Any]:
+    """What a branch returns, as it was captured."""
+    out = [n.args for n in graph.graph.nodes if n.op == "output"] if isinstance(graph, torch.fx.GraphModule) else []
+    return [x.meta.get("val") if isinstance(x, torch.fx.Node) else x for x in pytree.tree_leaves(out)]
+
+
+def _of_sizes(v: View, known: dict[Any, int]) -> View:
+    shape, strides = (tuple(e.subs(known) for e in es) for es in (v.shape, v.strides))
+    return replace(v, shape=shape, strides=strides, offset=v.offset.subs(known))
+
+
 def _result(cx: LoweringContext, i: int, fake: Any) -> View:
     """A new tensor for result ``i``; for an int, one that holds it."""
     if isinstance(fake, (int, torch.SymInt)) and not isinstance(fake, bool):

@@ -29,13 +29,13 @@ class Symbols:
     def __init__(self, ranges: Mapping[str, tuple[int, int | None]] | None = None) -> None:
         self.ranges = ranges or {}
         self.known: dict[str, Sym] = {}  # by name
-        self.opaque: dict[Any, Sym] = {}  # by sympy expression
+        self.opaque: dict[Any, Sym | Expr] = {}  # by sympy expression
         self._converted: dict[Any, Expr] = {}
         self.floats: set[str] = set()  # names of symbols whose value is a float
         self.formulas: dict[str, Any] = {}  # opaque floats: their sympy expression and its ShapeEnv
         self.bound: set[str] = set()  # names of symbols whose value is known by now, at run time
 
-    def inside(self, mine: dict[Any, Sym]) -> Symbols:
+    def inside(self, mine: dict[Any, Sym | Expr]) -> Symbols:
         """The same symbols for a graph traced in another ShapeEnv. ``mine``: ours by its sympy symbols."""
         out = Symbols(self.ranges)
         out.known, out.floats, out.formulas, out.bound = self.known, self.floats, self.formulas, self.bound

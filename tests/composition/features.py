@@ -251,6 +251,23 @@ def higher_order_ops(device: str, wrapper: str) -> None:
 
 
 @feature
+def branches_of_other_sizes(device: str, wrapper: str) -> None:
+    def f(x: Tensor, w: Tensor) -> Any:
+        more = lambda x: (torch.cat([x, x]) + 1, x.sum(0)[:1])  # noqa: E731
+        y, z = torch.cond(x.sum() > 0, lambda x: (x[1:, :2].sin(), x.sum(0)), more, (x,))
+        return torch.relu(y @ w[: y.shape[1]]), y.sum(0) + 1, z * 2, y.shape[0]
+
+    def plainly(x: Tensor, w: Tensor) -> Any:
+        y, z = (x[1:, :2].sin(), x.sum(0)) if x.sum() > 0 else (torch.cat([x, x]) + 1, x.sum(0)[:1])
+        return torch.relu(y @ w[: y.shape[1]]), y.sum(0) + 1, z * 2, y.shape[0]
+
+    c, w = compiled(f, wrapper), randn(3, 4, device=device)
+    for sign in (1, -1, 1):
+        check(plainly, c, randn(5, 3, device=device).abs() * sign, w)
+    assert is_in(wrapper, texts(c)[0]) and not [e for e in c.externs if "higher_order" in str(e.target)]
+
+
+@feature
 def random_numbers(device: str, wrapper: str) -> None:
     f = lambda x: F.dropout(x, 0.4) + torch.rand_like(x)  # noqa: E731
     check(f, compiled(f, wrapper, fallback_random=True), randn(6, 7, device=device), reference=False, times=2)

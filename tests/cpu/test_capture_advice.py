@@ -68,6 +68,8 @@ def of_cond(true: Any) -> Any:
 @pytest.mark.parametrize("model, says", [
     (lambda x: helper(x * 2), r" at test_capture_advice.py:\d+ in helper: .*'\[7\]' is invalid"),
     (of_cond(lambda x: x.sum()), r" at test_capture_advice.py:\d+ in <lambda>: .*\nThe branches of torch.cond return"),
+    (of_cond(lambda x: (x * 2).t()), r"\nThe branches of torch.cond .* laid out in the same order"),
+    (of_cond(lambda x: None), r"\nThe branches of torch.cond return the same structure of tensors and ints"),
     (of_cond(lambda x: x), r"test_capture_advice.py\", line \d+, in <lambda>\nBranches .* return new tensors: clone"),
     (of_cond(lambda x: x.add_(1)), r"\nBranches and bodies .* write to no tensor from outside"),
 ])  # fmt: skip

@@ -214,14 +214,37 @@ def test_a_predicate_of_several_elements() -> None:
     assert LoweringError.__name__ in str(e.value)
 
 
-def test_branches_that_return_other_sizes(tmp_path: Path) -> None:
-    """As in eager: the size is known when a branch has run. The branches are PyTorch's; in a file they cannot be."""
-    f = lambda x: torch.cond(x.sum() > 0, lambda x: x[:2] + 1, lambda x: x[:3] * 2, (x,)) * 2  # noqa: E731
+def test_branches_that_return_other_sizes() -> None:
+    """A kernel after them is launched for the size that the branch taken returns; they may have dynamic sizes."""
+    f = lambda x: torch.cond(x.sum() > 0, lambda x: x[1:] + 1, lambda x: torch.cat([x, x]), (x,)) * 2  # noqa: E731
+    c = Compiled(f, dynamic=True)
+    for x in inputs():
+        for x in (x.abs(), -x.abs()):  # noqa: B020
+            close(c(x), (x[1:] + 1) * 2 if x.sum() > 0 else torch.cat([x, x]) * 2)
+    assert len(c.stages) == 1 and not [e for e in c.externs if "higher_order" in str(e.target)]
+
+
+@pytest.mark.parametrize(
+    ("fn", "plainly", "branch"),
+    [
+        (lambda x: x[x[:, 0] > 0] + 1, lambda x: x[x[:, 0] > 0] + 1, "true"),
+        (
+            lambda x: torch.cond(x.max() > 1, lambda x: x[:1] + 1, lambda x: x[:2] + 1, (x,)),
+            lambda x: x[: 1 if x.max() > 1 else 2] + 1, "true",
+        ),
+    ],
+    ids=["read from a tensor", "a branch in it"],
+)  # fmt: skip
+def test_a_size_that_a_branch_computes(fn: Any, plainly: Any, branch: str, tmp_path: Path) -> None:
+    """The branches are PyTorch's; in a file they cannot be."""
+    f = lambda x: torch.cond(x.sum() > 0, fn, lambda x: x[:3] * 2, (x,)) * 2  # noqa: E731
     x = inputs()[0]
-    c = Compiled(f)
-    close(c(x), (x[:2] + 1) * 2)
-    close(c(-x), x[:3] * -4)
-    with pytest.raises(PackageError, match=r"it calls cond at .*a result whose size depends on the branch"):
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        c = Compiled(f)
+        for x in (x, -x, x * 10):  # noqa: B020
+            close(c(x), (plainly(x) if x.sum() > 0 else x[:3] * 2) * 2)
+    why = f"it calls cond at .*: the size of result 0 is known only when the {branch} branch has run"
+    with pytest.raises(PackageError, match=why):
         reflib.aot_compile(f, (x,), tmp_path / "m.reflib", "cpu")
 
 
