@@ -18,7 +18,7 @@ _CHOICES = {
     "wrapper": ("python", "cpp", "auto"), "autotune": ("off", "blocking", "background"), "numerics": ("fast", "eager"),
 }  # fmt: skip
 _SUMS = ("mix_orders", "attention", "atomics")  # that add in another order
-_BITS = (*_SUMS, "split_reductions", "channels_last", "fallback_random")
+_BITS = ("atomics", "fallback_random")
 _LEAST = {"max_fused_ops": 1, "max_fused_buffers": 2, "num_decompose_k_splits": 0, "decompose_k_threshold": 0}
 _MAYBE = ("cache_decisions", "fallback_random")
 _SECONDS = ("candidate_seconds", "tuning_seconds", "tuning_idle_seconds")

@@ -39,14 +39,18 @@ from .mask_values import computed
 def masks(module: GraphModule, options: Options) -> GraphModule:
     """``module``, a graph of torch's functions or of ATen with fake tensors in ``meta``, with simpler masks, in place
     (plugs into ``pipeline.CAPTURED``)."""
-    if not options.attention or options.numerics == "eager":
+    if not options.attention:
         return module
-    return change_calls(module, partial(_simplified, {}))
+    return change_calls(module, partial(_simplified, {}, options.numerics == "eager"))
 
 
-def _simplified(memo: dict[Node, str], graph: torch.fx.Graph, node: Node, given: dict[str, Any]) -> bool:
+def _simplified(
+    memo: dict[Node, str], exact: bool, graph: torch.fx.Graph, node: Node, given: dict[str, Any]
+) -> bool:
     mask: Any = given.get("attn_mask")
     if not is_tensor(mask) or not hasattr(value(node), "fake_mode") or given.get("is_causal"):
+        return False
+    if exact and not value(mask).is_cuda:
         return False
     rows, columns = value(given["query"]).shape[-2], value(given["key"]).shape[-2]
     if mask not in memo:

@@ -31,7 +31,7 @@ def patches(module: GraphModule, options: Options, gpu: bool) -> GraphModule:
     """``module``, or a copy of it with products in place of such convolutions.
 
     module: a functional ATen graph with ``meta["val"]``, of inference or forward and backward in one."""
-    if options.numerics == "eager" or not gpu or not any(map(_is_of_patches, module.graph.nodes)):
+    if not gpu or not any(map(_is_of_patches, module.graph.nodes)):
         return module
     mode = detect_fake_mode([n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"])
     if mode is None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
 
+from ..options import Options
 from . import pointwise, reductions  # noqa: F401  (they register their rules)
 from .rules import LIKE_EAGER, PARTS, RULES, WHOLE, overloads
 
@@ -29,12 +30,12 @@ _KEEP_WHOLE = (
 )
 
 
-def decompositions(numerics: str = "fast") -> dict[Any, Callable[..., Any]]:
+def decompositions(options: Options = Options()) -> dict[Any, Callable[..., Any]]:
     """The table for AOTAutograd and ``torch.export``. Random ops stay whole, for eager's numbers or a rewrite."""
-    if numerics == "eager":
-        return dict(LIKE_EAGER["table"])
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
     table = _table(len(registered), len(RULES))
+    if options.numerics == "eager":
+        return LIKE_EAGER["parts"](table, options)  # type: ignore[no-any-return]
     whole = {name for names in WHOLE.values() for name in names()}
     return {op: fn for op, fn in table.items() if str(op) not in whole} if whole else dict(table)
 
