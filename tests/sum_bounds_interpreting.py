@@ -1,4 +1,4 @@
-"""Sums on a GPU under ``numerics="eager"``, in Triton's interpreter: what is out of its bound (``tests/sum_bounds.py``).
+"""Sums on a GPU under ``numerics="eager"``, in Triton's interpreter: those out of bounds (``tests/sum_bounds.py``).
 
     TRITON_INTERPRET=1 python tests/sum_bounds_interpreting.py SEED ...
 """

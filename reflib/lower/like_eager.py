@@ -1,27 +1,36 @@
-"""``Options.numerics="eager"``: the same bits as eager, whatever is fused.
+"""``Options.numerics="eager"``: eager's bits wherever eager has an order, and a bound where it has none to keep.
 
-Eager computes a model as a sequence of ATen kernels. Its bits are ours where each of these is either called, or
-computed by operations that have one right answer, in the same order and rounded at the same places:
+Eager computes a model as a sequence of ATen kernels. Three kinds of ops, by what can be promised of them:
 
-* The graph is captured without decompositions, but of ops that only move numbers, and nothing rewrites it: it is
-  eager's sequence of ATen ops.
-* An op that we generate code for may round once: by what IEEE 754 defines to the last bit (a sum, a product, a
-  quotient) or, on a CUDA device, by a function of CUDA's mathematical library that eager calls as well, and whose bits
-  Triton's copy of it shares: not ``asin``, ``acos``, ``atan``, ``erf``, ``hypot`` and ``pow``. (On a CPU eager's
-  functions are those of a vector library, MKL's or SLEEF, whose last bits are its own.) Before and after that
-  it may compare, select, change signs, and compute with whole numbers. An op that rounds twice has an order, and maybe
-  an instruction that leaves one rounding out, that only its own kernel knows: for NVIDIA GPUs ``cuda_formulas`` has
-  what eager's kernels do for activations, their derivatives, and arithmetic such as ``addcmul``.
-* Sums of floats, running sums, products of matrices and convolutions are calls; maxima and sorted places are not.
-* Results in half precision are rounded between ops. Compilers do not contract multiplications with additions, nor take
-  numbers below 2^-126 for 0.
+* **Elementwise**: eager's bits. An op is called, or computed by operations that have one right answer, in the same
+  order and rounded at the same places. It may round once: by what IEEE 754 defines to the last bit (a sum, a product,
+  a quotient) or, on a CUDA device, by a function of CUDA's mathematical library that eager calls as well, and whose
+  bits Triton's copy of it shares: not ``asin``, ``acos``, ``atan``, ``erf``, ``hypot`` and ``pow``. (On a CPU eager's
+  functions are those of a vector library, MKL's or SLEEF, whose last bits are its own.) Before and after that it may
+  compare, select, change signs, and compute with whole numbers. An op that rounds twice has an order, and maybe an
+  instruction that leaves one rounding out, that only its own kernel knows: for NVIDIA GPUs ``cuda_formulas`` has what
+  eager's kernels do for activations, their derivatives, and arithmetic such as ``addcmul``. Anything else is a call.
+* **Sums**: running sums, means, norms, softmax, average pooling, windows of depthwise convolutions, and their
+  derivatives. The order of additions in eager's CUDA kernels follows from their launches, and calling them costs what
+  fusion saves. On a GPU they are the kernels of ``fast``: halves are read as float32, all is computed in float32, and
+  what eager stores is rounded once. So they are within a few ULP of the exact result (``tests/sum_bounds.py`` has the
+  bound of each op, the book's numerics page lists them), as eager's are; their bits are not eager's. On a CPU, where a
+  call costs less and eager's bits are what tests compare with, they are calls.
+* **Products**: library calls, as in eager. On a GPU their operands may be padded with zeros, convolutions may have
+  channels-last order, their bias is added in a kernel that fuses, convolutions of patches are products, and a mask that
+  eager would not have (``capture.masks``) is gone: cuBLAS, cuDNN and flash attention may then choose other kernels of
+  theirs, which accumulate in float32 and round once as well.
 
-So views, pointwise chains, selections, gathers and copies fuse as ever; norms, softmax and reductions are eager's own
-kernels. Ops that differ from run to run in eager do so here: rows that eager adds atomically in a GPU's memory, in the
-tensor's dtype, are added so in float32. In the last bits, so does what ``torch.compile``'s own
-capture takes apart before this compiler sees it (``addcdiv`` with a value, interpolation, recurrent layers), and batch
-norms with half statistics; and a product of a transposed tensor after some updates in place (``index_copy_``), whose
-functional form in the captured graph has other strides. Which zero the maximum of two zeros is, is not said either.
+So the graph is captured without decompositions but of ops that only move numbers and, on a GPU, of norms and softmax;
+nothing that changes where a number is rounded rewrites it (attention written by hand stays so). Results in half
+precision are rounded between ops. Compilers do not contract multiplications with additions, nor take numbers below
+2^-126 for 0.
+
+Ops that differ from run to run in eager do so here: rows that eager adds atomically in a GPU's memory, in the
+tensor's dtype, are added so in float32. In the last bits, so does what ``torch.compile``'s own capture takes apart
+before this compiler sees it (``addcdiv`` with a value, interpolation, recurrent layers), and batch norms with half
+statistics; and a product of a transposed tensor after some updates in place (``index_copy_``), whose functional form
+in the captured graph has other strides. Which zero the maximum of two zeros is, is not said either.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -114,7 +114,7 @@ def test_what_is_fused_and_what_is_called() -> None:
     called = {n.origins[0].op: n.reason for n in nodes if isinstance(n, Extern)}
     assert set(called) == {"aten.logit_backward.default"}
     assert called["aten.logit_backward.default"] == "numerics: an op that rounds more than once"
-    assert [len(n.origins) for n in nodes if isinstance(n, LoopNest)].count(4) == 1  # add, relu, mul, amax
+    assert [len(n.origins) for n in nodes if isinstance(n, LoopNest)] == [8]  # with the softmax
     source = "".join(k.source for k in e.stages.kernels.values())
     assert all(k.exact for k in e.stages.kernels.values()) and "exp2" not in source
 
@@ -207,11 +207,11 @@ def test_machine_code_contracts_and_flushes_nothing() -> None:
 
 
 SUMS: dict[str, Callable[..., Any]] = {
-    "layer norm": lambda x, w: F.layer_norm(x, (16,), w[0], w[1]), "batch norm": lambda x, w: _batch_normed(x),
-    "group norm": lambda x, w: F.group_norm(x, 2), "rms norm": lambda x, w: F.rms_norm(x, (16,), w[0]),
-    "softmax": lambda x, w: (x * w[0]).softmax(-1), "log softmax": lambda x, w: (x + w[1]).log_softmax(1),
+    "layer norm": lambda x, w: F.layer_norm(x, (16,), w, w.abs()), "batch norm": lambda x, w: _batch_normed(x),
+    "group norm": lambda x, w: F.group_norm(x, 2), "rms norm": lambda x, w: F.rms_norm(x, (16,), w),
+    "softmax": lambda x, w: (x * w).softmax(-1), "log softmax": lambda x, w: (x + w).log_softmax(1),
     "sums": lambda x, w: (x.sum(0) * x.mean(0)) / x.var(0) + x.norm(dim=0), "pools": lambda x, w: F.avg_pool2d(x, 2),
-    "running sum": lambda x, w: x.cumsum(-1) * w[1], "bias": lambda x, w: x + w[0],
+    "running sum": lambda x, w: x.cumsum(-1) * w, "bias": lambda x, w: x + w,
 }  # fmt: skip
 
 
@@ -222,8 +222,8 @@ def _batch_normed(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("name", SUMS)
 def test_on_a_gpu_sums_are_kernels_as_those_of_fast(name: str, dtype: torch.dtype) -> None:
-    """Forward and backward: no call, no kernel more, no more bytes."""
-    x, w = torch.randn(3, 4, 8, 16, dtype=dtype), torch.randn(2, 16, dtype=dtype)
+    """Forward and backward: no call, no kernel more, no byte more."""
+    x, w = torch.randn(3, 4, 8, 16, dtype=dtype), torch.randn(16, dtype=dtype)
 
     def shown(numerics: str) -> list[tuple[int, int]]:
         leaves = [t.clone().requires_grad_() for t in (x, w)]
@@ -232,8 +232,7 @@ def test_on_a_gpu_sums_are_kernels_as_those_of_fast(name: str, dtype: torch.dtyp
         assert calls == [] and len(e.graphs) == 2
         return [(len(s.kernels), moved_bytes(s.fused.program)) for s in e.graphs]
 
-    fast, eager = shown("fast"), shown("eager")
-    assert all(k <= fast_k and b <= 1.05 * fast_b for (k, b), (fast_k, fast_b) in zip(eager, fast, strict=True))
+    assert shown("fast") == shown("eager")
 
 
 def test_sums_are_within_their_bounds() -> None:
