@@ -23,9 +23,8 @@ _TAKE_APART = (
 
 # Left whole although core ATen takes them apart: one call of ATen is faster, or more exact, than the parts.
 _KEEP_WHOLE = (
-    *("_scaled_dot_product_flash_attention_for_cpu", "scaled_dot_product_attention"),
-    *("_scaled_dot_product_attention_math", "embedding_dense_backward", "baddbmm", "dot", "vdot", "mv"),
-    *("index_add", "index_copy", "grid_sampler"),
+    *("_scaled_dot_product_flash_attention_for_cpu", "scaled_dot_product_attention", "grid_sampler", "index_copy"),
+    *("_scaled_dot_product_attention_math", "embedding_dense_backward", "baddbmm", "dot", "vdot", "mv", "index_add"),
     "soft_margin_loss_backward",  # torch's parts subtract 1 from a sigmoid: nothing is left of small gradients
 )
 
