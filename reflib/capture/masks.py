@@ -17,7 +17,8 @@ So here, in the graph before autograd sees it:
   that see no key are gone.
 - Any other mask that is broadcast along the keys is copied, but not along dimensions where it is broadcast as well.
 
-Results are those of the same call, by another of PyTorch's kernels; so ``numerics="eager"`` leaves masks alone.
+Results are those of the same call, by another of PyTorch's kernels; so on a CPU ``numerics="eager"`` leaves masks
+alone. On a GPU, where attention is eager's call and not eager's bits, it does not.
 
 NB: TorchInductor keeps the masks (seen in torch 2.11 and 2.13).
 """

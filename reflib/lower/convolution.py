@@ -62,10 +62,9 @@ def _in_one_kernel(x: View, groups: Any) -> bool:
 def _is_window(cx: LoweringContext, x: View, weight: View, *how: Any) -> bool:
     """Is it depthwise, a result per channel, of few elements that are not in channels-last order?"""
     transposed, groups, taps = how[3], expr(how[-1]).constant or 1, product(weight.shape[1:]).constant
-    exact = cx.low.options.numerics == "eager"
     depthwise = groups > 1 and x.shape[1] == groups and weight.shape[0] == groups and len(x.shape) == len(weight.shape)
     few = taps is not None and taps <= TAPS
-    return depthwise and few and not transposed and not exact and x.strides[1] != 1
+    return depthwise and few and not transposed and x.strides[1] != 1
 
 
 def _depthwise(
