@@ -189,7 +189,7 @@ def _capture(
 
     rewrite = partial(before_autograd, options=options)
     exported = export_for(
-        model, args, kwargs, dynamic_shapes, device, decompositions=decompositions(options.numerics), rewrite=rewrite
+        model, args, kwargs, dynamic_shapes, device, decompositions=decompositions(options), rewrite=rewrite
     )
     module = own_numbers(exported.graph.module, options, device.type == "cuda")
     program = without_tokens(exported.program, lower(replace(exported.graph, module=module), options))

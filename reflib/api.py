@@ -81,7 +81,7 @@ def exported_stages(program: Any, options: Options) -> tuple[Stages, Convention,
     from .wrap.convention import of_exported, without_tokens
     from .wrap.guards import checked
 
-    table, rewrite = decompositions(options.numerics), partial(before_autograd, options=options)
+    table, rewrite = decompositions(options), partial(before_autograd, options=options)
     graph, program = exported_graph(program, table, rewrite)
     with observed_export(graph, program, options) as seen:
         lowered = run(graph, options, until="lower")

@@ -18,7 +18,7 @@ _CHOICES = {
     "wrapper": ("python", "cpp", "auto"), "autotune": ("off", "blocking", "background"), "numerics": ("fast", "eager"),
 }  # fmt: skip
 _SUMS = ("mix_orders", "attention", "atomics")  # that add in another order
-_BITS = (*_SUMS, "split_reductions", "channels_last", "fallback_random")
+_BITS = ("atomics", "fallback_random")
 _LEAST = {"max_fused_ops": 1, "max_fused_buffers": 2, "num_decompose_k_splits": 0, "decompose_k_threshold": 0}
 _MAYBE = ("cache_decisions", "fallback_random")
 _SECONDS = ("candidate_seconds", "tuning_seconds", "tuning_idle_seconds")
@@ -35,8 +35,8 @@ class Options:
         ``background`` starts with what ``off`` chooses, measures while the program runs, and swaps winners in at a
         later call (``reflib.wait_for_tuning``, ``reflib.tuning_progress``).
     target: None: the inputs' device. ``cpu``, ``sm_90``, ``gfx942`` ...: stop after generating; needs no such device.
-    numerics: ``fast``: as exact as eager, or more. ``eager``: eager's bits, where eager has the same in every run: only
-        ops with one right answer are fused; what rewrites the graph, sums in another order or draws numbers is off.
+    numerics: ``fast``: as exact as eager, or more. ``eager``: elementwise ops have eager's bits, roundings between them
+        too; sums and norms on a GPU are within a few ULP, on a CPU and products are eager's calls. Draws its numbers.
     batch_invariant: a row's result has the same bits however many rows a call has: sums in one order, products by
         kernels of our own (``lower.one_order``). What cannot be made so is named in a warning.
     cuda_graphs: record each graph's launches on a GPU once, and replay them as one (``wrap.cuda_graphs``).

@@ -281,7 +281,7 @@ class Backend:
 
         module = before_autograd(module, self.options)
         rewrite = partial(rewritten, options=self.options, target_of=targets(self.options))
-        call = dynamo_graph_to_aten(module, inputs, decompositions(self.options.numerics), self._compile, rewrite)
+        call = dynamo_graph_to_aten(module, inputs, decompositions(self.options), self._compile, rewrite)
         return self.around(call, module, inputs)
 
     def _compile(self, graph: Graph, inputs: Sequence[Any]) -> Callable[[list], Any]:

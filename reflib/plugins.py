@@ -115,7 +115,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "lower.WHOLE": {"registered": "lower.custom_ops:registered"},
     "lower.NUMBER": {"argument": "lower.numbers:number"},
     "lower.PARTS": {"own": "lower.own_parts:own_parts"},
-    "lower.LIKE_EAGER": {"rule": "lower.like_eager:rule", "table": "lower.like_eager:TABLE"},
+    "lower.LIKE_EAGER": {"rule": "lower.like_eager:rule", "parts": "lower.like_eager:parts"},
     "fuse.BEFORE": {
         "branch_updates": "fuse.branch_updates:branch_updates",
         "regions": "fuse.regions:fuse_blocks",

@@ -370,11 +370,13 @@ def _moved(t: Template, buffers: dict[str, Buffer]) -> int:
 
 
 def same_tiling(t: Template, moved: int, target: Target) -> Tiling:
-    """One that gives all products of a depth and a dtype the same order of additions. That depends on a block's depth,
-    and on the instruction that multiplies blocks. Hopper's wgmma adds a result's products 16 of K at a time, whatever
-    the block's sides, stages and warps, and whichever operand has the 64 rows: of such tilings the model's first
+    """One that gives all products of a depth and a dtype the same order of additions. That depends on the instruction
+    that multiplies blocks. Hopper's wgmma adds a result's products 16 of K at a time to what is there, whatever the
+    block's sides and depth, stages and warps, and whichever operand has the 64 rows. A float32 result is one thread's
+    chain of fused multiplications and additions along K, in any block. Of such tilings the model's first
     (tests/gpu/test_batch_invariant_cuda.py compares their bits). Elsewhere one tiling for all sizes."""
-    if t.dtype in HALVES and target.kind == "cuda" and target.capability == 90:
+    wgmma = t.dtype in HALVES and target.capability == 90
+    if target.kind == "cuda" and (wgmma or t.dtype == torch.float32 and t.precision != "tf32"):
         return _same_order(replace(problem(t), moved=moved), target)
     if t.dtype in HALVES and target.kind == "hip":
         return Tiling("tiled", 64, 128, 64, 4, 2)
@@ -392,8 +394,8 @@ def _same_order(p: Problem, target: Target) -> Tiling:
 
 
 def same_order(p: Problem, target: Target) -> list[Tiling]:
-    """Tilings for Hopper's wgmma whose results have the same bits."""
-    return [c for c in _tiled(p, target) if c.k == 64 and grouped(p, c, target)]
+    """Tilings for Hopper's wgmma, or for float32, whose results have the same bits."""
+    return [c for c in _tiled(p, target) if p.dtype == torch.float32 or grouped(p, c, target)]
 
 
 def general_tiling(t: Template) -> Tiling:

@@ -94,7 +94,7 @@ def attention(module: GraphModule, options: Options) -> GraphModule:
 
     module: a graph of torch's functions or of ATen, not functional, with fake tensors in ``meta``.
     """
-    if not options.attention:
+    if not options.attention or options.numerics == "eager":
         return module
     for inner in graphs(module):
         memo: dict[Any, Any] = {}

@@ -17,7 +17,8 @@ So here, in the graph before autograd sees it:
   that see no key are gone.
 - Any other mask that is broadcast along the keys is copied, but not along dimensions where it is broadcast as well.
 
-Results are those of the same call, by another of PyTorch's kernels; so ``numerics="eager"`` leaves masks alone.
+Results are those of the same call, by another of PyTorch's kernels; so on a CPU ``numerics="eager"`` leaves masks
+alone. On a GPU, where attention is eager's call and not eager's bits, it does not.
 
 NB: TorchInductor keeps the masks (seen in torch 2.11 and 2.13).
 """
@@ -39,14 +40,18 @@ from .mask_values import computed
 def masks(module: GraphModule, options: Options) -> GraphModule:
     """``module``, a graph of torch's functions or of ATen with fake tensors in ``meta``, with simpler masks, in place
     (plugs into ``pipeline.CAPTURED``)."""
-    if not options.attention or options.numerics == "eager":
+    if not options.attention:
         return module
-    return change_calls(module, partial(_simplified, {}))
+    return change_calls(module, partial(_simplified, {}, options.numerics == "eager"))
 
 
-def _simplified(memo: dict[Node, str], graph: torch.fx.Graph, node: Node, given: dict[str, Any]) -> bool:
+def _simplified(
+    memo: dict[Node, str], exact: bool, graph: torch.fx.Graph, node: Node, given: dict[str, Any]
+) -> bool:
     mask: Any = given.get("attn_mask")
     if not is_tensor(mask) or not hasattr(value(node), "fake_mode") or given.get("is_causal"):
+        return False
+    if exact and not value(mask).is_cuda:
         return False
     rows, columns = value(given["query"]).shape[-2], value(given["key"]).shape[-2]
     if mask not in memo:

@@ -8,8 +8,8 @@ for CLIP's 32 x 32, 348 -> 53 for ViT's 16 x 16, with a workspace of 6 instead o
                   = patches[b i j, c u v] @ w[o, c u v].T
 
 The patches are a copy of ``x`` in another order. The gradients are products as well: of the weights
-``grad.T @ patches``, of the input ``grad @ w``, put back in order. Sums are added in another order, so not with
-``numerics="eager"``; and in half precision only: float32 convolutions may use tf32 where products by default do not.
+``grad.T @ patches``, of the input ``grad @ w``, put back in order. In half precision only: float32
+convolutions may use tf32 where products by default do not.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def patches(module: GraphModule, options: Options, gpu: bool) -> GraphModule:
     """``module``, or a copy of it with products in place of such convolutions.
 
     module: a functional ATen graph with ``meta["val"]``, of inference or forward and backward in one."""
-    if options.numerics == "eager" or not gpu or not any(map(_is_of_patches, module.graph.nodes)):
+    if not gpu or not any(map(_is_of_patches, module.graph.nodes)):
         return module
     mode = detect_fake_mode([n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"])
     if mode is None:

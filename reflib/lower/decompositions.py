@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
 
+from ..options import Options
 from . import pointwise, reductions  # noqa: F401  (they register their rules)
 from .rules import LIKE_EAGER, PARTS, RULES, WHOLE, overloads
 
@@ -22,19 +23,18 @@ _TAKE_APART = (
 
 # Left whole although core ATen takes them apart: one call of ATen is faster, or more exact, than the parts.
 _KEEP_WHOLE = (
-    *("_scaled_dot_product_flash_attention_for_cpu", "scaled_dot_product_attention"),
-    *("_scaled_dot_product_attention_math", "embedding_dense_backward", "baddbmm", "dot", "vdot", "mv"),
-    *("index_add", "index_copy", "grid_sampler"),
+    *("_scaled_dot_product_flash_attention_for_cpu", "scaled_dot_product_attention", "grid_sampler", "index_copy"),
+    *("_scaled_dot_product_attention_math", "embedding_dense_backward", "baddbmm", "dot", "vdot", "mv", "index_add"),
     "soft_margin_loss_backward",  # torch's parts subtract 1 from a sigmoid: nothing is left of small gradients
 )
 
 
-def decompositions(numerics: str = "fast") -> dict[Any, Callable[..., Any]]:
+def decompositions(options: Options = Options()) -> dict[Any, Callable[..., Any]]:
     """The table for AOTAutograd and ``torch.export``. Random ops stay whole, for eager's numbers or a rewrite."""
-    if numerics == "eager":
-        return dict(LIKE_EAGER["table"])
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
     table = _table(len(registered), len(RULES))
+    if options.numerics == "eager":
+        return LIKE_EAGER["parts"](table, options)  # type: ignore[no-any-return]
     whole = {name for names in WHOLE.values() for name in names()}
     return {op: fn for op, fn in table.items() if str(op) not in whole} if whole else dict(table)
 

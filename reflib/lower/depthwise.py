@@ -40,11 +40,10 @@ def is_window(cx: LoweringContext, x: View, weight: View, *how: Any) -> bool:
     """Is it depthwise, a result per channel, of few elements that are not in channels-last order? Where lanes go along
     channels each reads its weights at a place of its own: these are to be one sector."""
     transposed, groups, taps = how[3], expr(how[-1]).constant or 1, product(weight.shape[1:]).constant
-    exact = cx.low.options.numerics == "eager"
     depthwise = groups > 1 and x.shape[1] == groups and weight.shape[0] == groups and len(x.shape) == len(weight.shape)
     few = taps is not None and taps <= (TAPS if x.strides[1] != 1 else SECTOR // weight.dtype.itemsize)
     image = channels_last(x) and sum(n != 1 for n in x.shape[2:]) > 1
-    return cx.on_gpu and depthwise and few and not (transposed or exact or image)
+    return cx.on_gpu and depthwise and few and not (transposed or image)
 
 
 def depthwise(cx: LoweringContext, x: View, weight: View, bias: View | None, *how: Any) -> View:

@@ -1,40 +1,50 @@
-"""``Options.numerics="eager"``: the same bits as eager, whatever is fused.
+"""``Options.numerics="eager"``: eager's bits wherever eager has an order, and a bound where it has none to keep.
 
-Eager computes a model as a sequence of ATen kernels. Its bits are ours where each of these is either called, or
-computed by operations that have one right answer, in the same order and rounded at the same places:
+Eager computes a model as a sequence of ATen kernels. Three kinds of ops, by what can be promised of them:
 
-* The graph is captured without decompositions, but of ops that only move numbers, and nothing rewrites it: it is
-  eager's sequence of ATen ops.
-* An op that we generate code for may round once: by what IEEE 754 defines to the last bit (a sum, a product, a
-  quotient) or, on a CUDA device, by a function of CUDA's mathematical library that eager calls as well, and whose bits
-  Triton's copy of it shares: not ``asin``, ``acos``, ``atan``, ``erf``, ``hypot`` and ``pow``. (On a CPU eager's
-  functions are those of a vector library, MKL's or SLEEF, whose last bits are its own.) Before and after that
-  it may compare, select, change signs, and compute with whole numbers. An op that rounds twice has an order, and maybe
-  an instruction that leaves one rounding out, that only its own kernel knows: for NVIDIA GPUs ``cuda_formulas`` has
-  what eager's kernels do for activations, their derivatives, and arithmetic such as ``addcmul``.
-* Sums of floats, running sums, products of matrices and convolutions are calls; maxima and sorted places are not.
-* Results in half precision are rounded between ops. Compilers do not contract multiplications with additions, nor take
-  numbers below 2^-126 for 0.
+* **Elementwise**: eager's bits. An op is called, or computed by operations that have one right answer, in the same
+  order and rounded at the same places. It may round once: by what IEEE 754 defines to the last bit (a sum, a product,
+  a quotient) or, on a CUDA device, by a function of CUDA's mathematical library that eager calls as well, and whose
+  bits Triton's copy of it shares: not ``asin``, ``acos``, ``atan``, ``erf``, ``hypot`` and ``pow``. (On a CPU eager's
+  functions are those of a vector library, MKL's or SLEEF, whose last bits are its own.) Before and after that it may
+  compare, select, change signs, and compute with whole numbers. An op that rounds twice has an order, and maybe an
+  instruction that leaves one rounding out, that only its own kernel knows: for NVIDIA GPUs ``cuda_formulas`` has what
+  eager's kernels do for activations, their derivatives, and arithmetic such as ``addcmul``. Anything else is a call.
+* **Sums**: running sums, means, norms, softmax, average pooling, windows of depthwise convolutions, and their
+  derivatives. The order of additions in eager's CUDA kernels follows from their launches, and calling them costs what
+  fusion saves. On a GPU they are the kernels of ``fast``: halves are read as float32, all is computed in float32, and
+  what eager stores is rounded once. So they are within a few ULP of the exact result (``tests/sum_bounds.py`` has the
+  bound of each op, the book's numerics page lists them), as eager's are; their bits are not eager's. On a CPU, where a
+  call costs less and eager's bits are what tests compare with, they are calls.
+* **Products**: library calls, as in eager. On a GPU their operands may be padded with zeros, convolutions may have
+  channels-last order, their bias is added in a kernel that fuses, convolutions of patches are products, and a mask that
+  eager would not have (``capture.masks``) is gone: cuBLAS, cuDNN and flash attention may then choose other kernels of
+  theirs, which accumulate in float32 and round once as well.
 
-So views, pointwise chains, selections, gathers and copies fuse as ever; norms, softmax and reductions are eager's own
-kernels. Ops that differ from run to run in eager do so here: rows that eager adds atomically in a GPU's memory, in the
-tensor's dtype, are added so in float32. In the last bits, so does what ``torch.compile``'s own
-capture takes apart before this compiler sees it (``addcdiv`` with a value, interpolation, recurrent layers), and batch
-norms with half statistics; and a product of a transposed tensor after some updates in place (``index_copy_``), whose
-functional form in the captured graph has other strides. Which zero the maximum of two zeros is, is not said either.
+So the graph is captured without decompositions but of ops that only move numbers and, on a GPU, of norms and softmax;
+nothing that changes where a number is rounded rewrites it (attention written by hand stays so). Results in half
+precision are rounded between ops. Compilers do not contract multiplications with additions, nor take numbers below
+2^-126 for 0.
+
+Ops that differ from run to run in eager do so here: rows that eager adds atomically in a GPU's memory, in the
+tensor's dtype, are added so in float32. In the last bits, so does what ``torch.compile``'s own capture takes apart
+before this compiler sees it (``addcdiv`` with a value, interpolation, recurrent layers), and batch norms with half
+statistics; and a product of a transposed tensor after some updates in place (``index_copy_``), whose functional form
+in the captured graph has other strides. Which zero the maximum of two zeros is, is not said either.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import frexp
 from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
-from torch._decomp.decompositions import _get_batch_norm_reserve_tensor
 
 from ..ir.loops import Const, Index, Load, LoopNest, Op, Reduce, Scan, Stmt, Store, stmt_args
-from ..ir.program import Node
+from ..ir.program import Extern, Node
+from ..options import Options
+from ..target import parse_target
 from .accumulate import UNORDERED, possible
 from .context import LoweringContext
 from .cuda_formulas import ROUNDED_FIRST, formula_of
@@ -50,37 +60,10 @@ CUDA = frozenset(  # of its library, and the hardware's square root
     "sqrt exp expm1 log log2 log10 log1p sin cos tan sinh cosh tanh erfc".split()
 )
 CHOOSES = frozenset("max min any all argmax argmin sort".split())
-
-
-aten = torch.ops.aten
-
-
-def _batch_norm(
-    x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, var: torch.Tensor, training: bool, *rest: float
-) -> Any:
-    """Of half statistics torch says that they become float32, and makes halves: taken apart they are right, if not to
-    the last bit. On CUDA eager's is often cuDNN's, which the captured op never is and this one is where eager's is."""
-    if mean.dtype in HALF:
-        op = aten._native_batch_norm_legit_functional.default
-        return decomposition_table[op](x, weight, bias, mean, var, training, *rest)
-    if not (x.is_cuda and training) or weight is None or bias is None or _reserves(x, weight, mean, var, rest[1]):
-        return NotImplemented
-    made = aten._batch_norm_with_update_functional(x, weight, bias, mean, var, *rest)
-    return (*made[:3], *made[4:])
-
-
-def _batch_norm_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: Any, mean: Any, var: Any, m: Any, v: Any, train: bool, *rest: Any
-) -> Any:
-    """Likewise: where the statistics run, so that its forward was that."""
-    if not (x.is_cuda and train) or weight is None or mean is None or _reserves(x, weight, mean, var, rest[0]):
-        return NotImplemented
-    return aten.batch_norm_backward(grad, x, weight, mean, var, m, v, train, *rest, x.new_empty(0, dtype=torch.uint8))
-
-
-def _reserves(x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, eps: float) -> bool:
-    """Does cuDNN's forward keep something for its backward? The captured ops do not hand it on."""
-    return _get_batch_norm_reserve_tensor(x, weight, weight, mean, var, eps, True).numel() > 0
+# Sums of few terms, which their rules write out.
+_POOLS = (f"{a}avg_pool{d}d" for a in ("", "_adaptive_") for d in (2, 3))
+WINDOWS = frozenset(overloads("convolution", *(f"{p}{b}" for p in _POOLS for b in ("", "_backward"))))
+Parts = Callable[..., Any]
 
 
 # They move, select and compare numbers: torch's parts of them have their bits, and fuse.
@@ -91,9 +74,29 @@ _MOVE = (
     " _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d threshold hardshrink heaviside"
     " nan_to_num isposinf isneginf"
 ).split()
-TABLE = {op: decomposition_table[op] for op in overloads(*_MOVE) if op in decomposition_table}
-TABLE[aten._native_batch_norm_legit_functional.default] = _batch_norm
-TABLE[aten.native_batch_norm_backward.default] = _batch_norm_backward
+# They reduce. Torch's parts compute halves in float32 and round at the end, as eager's kernels do.
+_NORMS = (
+    "native_layer_norm native_group_norm _fused_rms_norm native_batch_norm _native_batch_norm_legit"
+    " _native_batch_norm_legit_no_training _native_batch_norm_legit_functional _batch_norm_with_update"
+    " _batch_norm_with_update_functional _batch_norm_no_update batch_norm_backward native_layer_norm_backward"
+    " native_group_norm_backward _fused_rms_norm_backward native_batch_norm_backward _softmax _log_softmax"
+    " _safe_softmax _softmax_backward_data _log_softmax_backward_data logsumexp"
+).split()
+
+
+def parts(table: Mapping[Any, Parts], options: Options) -> dict[Any, Parts]:
+    """Of ``table``, decompositions: those with eager's bits, and on a GPU those of sums."""
+    gpu = options.target is not None and parse_target(options.target).is_gpu
+    found = {op: decomposition_table[op] for op in overloads(*_MOVE) if op in decomposition_table}
+    names = {op: str(op).split(".")[1] for op in table}
+    return found | {op: partial(_sums, table[op], gpu, "batch" in n) for op, n in names.items() if n in _NORMS}
+
+
+def _sums(apart: Parts, gpu: bool, batch: bool, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """On a CPU batch norms with half statistics too: torch says that these become float32, and its kernel makes
+    halves."""
+    taken = gpu or x.is_cuda or batch and isinstance(args[2], torch.Tensor) and args[2].dtype in HALF
+    return apart(x, *args, **kwargs) if taken else NotImplemented
 
 
 def rule(cx: LoweringContext, target: Any, usual: Callable[..., Any] | None) -> Callable[..., Any] | None:
@@ -109,29 +112,32 @@ def _checked(usual: Callable[..., Any], target: Any, cx: LoweringContext, *args:
 
 
 def check(cx: LoweringContext, target: Any, nodes: Sequence[Node]) -> None:
-    """Raises Unsupported unless ``nodes``, which a rule made of one op, compute eager's bits."""
+    """Raises Unsupported unless ``nodes``, which a rule made of one op, compute eager's bits, or on a GPU a sum."""
     if not isinstance(target, torch._ops.OpOverload) or target in UNORDERED and possible(cx, cx.dtype):
         return
+    loops = [n for n in nodes if isinstance(n, LoopNest)]
+    if len(loops) < len(nodes) and (not cx.on_gpu or any(not isinstance(n, (LoopNest, Extern)) for n in nodes)):
+        raise Unsupported("numerics: eager's own kernel")
+    if any(isinstance(s, Store) and s.reduce for n in loops for s in n.body):
+        raise Unsupported("numerics: additions in any order")
+    floats = [[s for s in n.body if _of_floats(n.body, s)] for n in loops]
+    if any(_adds(s) for found in floats for s in found) or target in WINDOWS or len(loops) < len(nodes):
+        if not cx.on_gpu:
+            raise Unsupported("numerics: a sum of floats")
+        return
     rounds = ROUNDS | CUDA if cx.on_gpu else ROUNDS
-    for node in nodes:
-        if not isinstance(node, LoopNest):
-            raise Unsupported("numerics: eager's own kernel")
-        floats = [s for s in node.body if _of_floats(node.body, s)]
-        if why := next(filter(None, (_reorders(s) for s in floats)), ""):
-            raise Unsupported(f"numerics: {why}")
-        ops = [s.op for s in floats if isinstance(s, Op) and s.op not in EXACT]
+    for node, found in zip(loops, floats):
+        ops = [s.op for s in found if isinstance(s, Op) and s.op not in EXACT]
         if unknown := [op for op in ops if op not in rounds]:
             raise Unsupported(f"numerics: {unknown[0]} of eager's library")
         if len(ops) > 1:
             raise Unsupported("numerics: an op that rounds more than once")
-        if ops and (any(_rounded_first(node.body, s, cx) for s in floats) or _mixed(node.body, cx)):
+        if ops and (any(_rounded_first(node.body, s, cx) for s in found) or _mixed(node.body, cx)):
             raise Unsupported(ROUNDED_FIRST)
 
 
-def _reorders(s: Stmt) -> str:
-    if isinstance(s, Store):
-        return "additions in any order" if s.reduce else ""
-    return f"a {s.kind} of floats" if isinstance(s, (Reduce, Scan)) and s.kind not in CHOOSES else ""
+def _adds(s: Stmt) -> bool:
+    return isinstance(s, (Reduce, Scan)) and s.kind not in CHOOSES
 
 
 def _rounded_first(body: tuple[Stmt, ...], s: Stmt, cx: LoweringContext) -> bool:

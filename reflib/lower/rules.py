@@ -23,7 +23,7 @@ OUTPUTS = Seam("lower.OUTPUTS")  # (Lowering, Graph, the program's outputs) -> t
 WHOLE = Seam("lower.WHOLE")
 # (NestBuilder, View) -> Value: "argument", one number of the CPU's read on a GPU. None: its readers become calls.
 NUMBER = Seam("lower.NUMBER")
-# For "eager" numerics. "rule": (cx, target, usual rule or None) -> the one to use. "table": of decompositions.
+# For "eager" numerics. "rule": (cx, target, usual rule or None) -> the one to use. "parts": of decompositions.
 LIKE_EAGER = Seam("lower.LIKE_EAGER")
 # (table of decompositions) -> those to be used instead; none: torch's
 PARTS = Seam("lower.PARTS")

@@ -102,8 +102,9 @@ def test_long_rows_are_cut_by_their_length() -> None:
 # -- what a GPU gets ----------------------------------------------------------------------------------
 def order(kernel: Any) -> tuple[str, ...]:
     """All that decides in which order a kernel adds up: the block along each of its sums, the instructions of its
-    products. (Rows per program, warps, and what else is in a kernel do not: sums in pairs say the order. Nor do the
-    sides of a product's block, if four warps together multiply it with 64 rows: wgmma.)"""
+    products. (Rows per program, warps, and what else is in a kernel do not: sums in pairs say the order. Nor does a
+    product's block, if four warps together multiply it with 64 rows, wgmma, or if it is float32's, a chain per thread.)
+    """
     source = kernel.source
     assert "tl.atomic" not in source
     body = source.partition("def k")[2]
@@ -118,7 +119,9 @@ def order(kernel: Any) -> tuple[str, ...]:
     if products and "input_precision" not in products[0]:
         rows = blocks.pop("NBLOCK" if "b.T, a.T" in products[0] else "MBLOCK")
         assert int(rows) >= 64 and kernel.num_warps % 4 == 0
-        return f"depth {blocks['KBLOCK']}", *("wgmma" for _ in products)
+        return tuple("wgmma" for _ in products)
+    if products and 'input_precision="ieee"' in products[0]:
+        return tuple("chain" for _ in products)
     sums = [f"sum {blocks['RBLOCK']}" for _ in re.findall(r"(?:sum|product)_in_pairs\(", body)]
     if not products:
         return tuple(sums)

@@ -115,8 +115,7 @@ def test_depthwise_windows_are_loops(seed: int) -> None:
     program = program_of(fn, *given)
     assert not calls(program)
     same(interpret(program, list(given))[0], fn(*given))
-    eager = program_of(fn, *given, options=Options(target="sm_90", numerics="eager"))
-    assert len(calls(eager)) == 1
+    assert not calls(program_of(fn, *given, options=Options(target="sm_90", numerics="eager")))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -190,7 +189,7 @@ def test_patches_are_products(seed: int) -> None:
 
 
 def test_other_convolutions_stay() -> None:
-    """Many channels (cuDNN's own), windows that overlap or leave something out, float32, and eager's numbers."""
+    """Many channels (cuDNN's own), windows that overlap or leave something out, and float32."""
     x, w = torch.zeros(2, 3, 8, 8, dtype=HALF), torch.zeros(4, 3, 4, 4, dtype=HALF)
 
     def left(x: torch.Tensor, w: torch.Tensor, stride: int = 4, padding: int = 0, **options: Any) -> bool:
@@ -199,5 +198,5 @@ def test_other_convolutions_stay() -> None:
         return patches(module, Options(**options), True) is module
 
     assert not left(x, w) and left(x, w, 2) and left(x, w, 4, 2) and left(x[..., :7], w)
-    assert left(x.float(), w.float()) and left(x, w, numerics="eager")
+    assert left(x.float(), w.float()) and not left(x, w, numerics="eager")
     assert left(x[:, :1].expand(-1, 8, -1, -1), w[:, :1].expand(-1, 8, -1, -1))

@@ -36,13 +36,15 @@ def test_products_of_many_sizes(dtype: torch.dtype) -> None:
             assert same(whole[first : first + rows], run(x[first : first + rows], w)), (k, n, rows)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("m", "n", "k"), [(256, 256, 4096), (100, 72, 1000), (16, 300, 520)])
-def test_tilings_of_one_order(monkeypatch: pytest.MonkeyPatch, m: int, n: int, k: int) -> None:
-    """Those that are chosen from by size have the same bits: sides, stages, warps, which operand has the 64 rows."""
-    dtype, target = torch.bfloat16, device_target("cuda", 0)
-    if target.capability != 90:
+def test_tilings_of_one_order(monkeypatch: pytest.MonkeyPatch, m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    """Those that are chosen from by size have the same bits: sides, depth, stages, warps, which operand has the 64
+    rows."""
+    target = device_target("cuda", 0)
+    if target.capability != 90 and dtype != torch.float32:
         pytest.skip("one tiling for all")
-    p = Problem((1, m, n, k), dtype, False, 2, 2)
+    p = Problem((1, m, n, k), dtype, False, dtype.itemsize, dtype.itemsize)
     made = [c for c in matmul.same_order(p, target) if matmul.fits(p, c, target)]
     a, b = torch.randn(m, k, device="cuda", dtype=dtype), torch.randn(k, n, device="cuda", dtype=dtype)
     chosen, results = random.Random(1).sample(made, min(12, len(made))), []
