@@ -5,6 +5,7 @@ import gc
 import hashlib
 import logging
 import os
+import re
 import resource
 import signal
 import sys
@@ -158,6 +159,18 @@ LONGEST = (
 )  # fmt: skip
 
 
+QUICK = {"cpp-wrapper": {"steps": 8}}  # parameters of chapters with --quick
+
+
+def make_quick(item: pytest.Item) -> None:
+    """A chapter's cell of parameters gets those of QUICK."""
+    cell = getattr(item, "cell", None)
+    if cell and "parameters" in cell.metadata.get("tags", []):
+        for name, value in QUICK.get(item.path.stem, {}).items():
+            cell.source, changed = re.subn(rf"(?m)^({name}: int = )\d+", rf"\g<1>{value}", cell.source)
+            assert changed, f"{item.path.stem} has no parameter {name}"
+
+
 SEEDS = 4  # (of so many variants that differ in a seed alone, one is in a quick run)
 
 
@@ -207,6 +220,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--quick") and (out := set(left_out(items))):
         config.hook.pytest_deselected(items=list(out))
         items[:] = [i for i in items if i not in out]
+    if config.getoption("--quick"):
+        for item in items:
+            make_quick(item)
     items.sort(key=place)
     gpu_folder = str(Path(__file__).parent / "gpu") + os.sep
     wanting = [i for i in items if i.get_closest_marker("gpu") or str(i.path).startswith(gpu_folder)]
