@@ -99,9 +99,8 @@ def _neighbours_as_one(parts: Sequence[View], d: int) -> list[View]:
     """Parts of one tensor that lie there as they will here are one part: ``torch.cat(x.chunk(3, 1), 1)`` is ``x``."""
     out: list[View] = []
     for t in parts:
-        last = out.pop() if out else None
-        both = None if last is None else _side_by_side(last, t, d)
-        out += [t if last is None else both] if both is not None or last is None else [last, t]
+        as_one = _side_by_side(out[-1], t, d) if out else None
+        out[-1:] = [*out[-1:], t] if as_one is None else [as_one]
     return out
 
 
