@@ -36,6 +36,9 @@ CASES: dict[str, tuple[Any, Sizes]] = {
         lambda x, i, y: x.scatter_reduce(0, i[:, None].expand_as(y), y, "mean", include_self=False),
         (7, 20, (6,), torch.float32),
     ),
+    "lying otherwise": (
+        lambda x, i, y: x.index_add(0, torch.stack([i, i], 1)[:, 1], y[:1].expand_as(y)), (7, 50, (5,), torch.float32)
+    ),
     "put": (lambda x, i, y: x.index_put((i - x.shape[0],), y, True), (7, 50, (5,), torch.float32)),
 }
 

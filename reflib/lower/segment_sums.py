@@ -25,7 +25,7 @@ from reflib.ir.expr import Expr, expr, product
 from reflib.ir.program import Extern, View
 from reflib.ir.user_kernel import UserKernel
 
-from .body import NestBuilder, where
+from .body import NestBuilder, nest, where
 from .context import LoweringContext, contiguous_strides
 from .search import place_in
 
@@ -79,15 +79,15 @@ def segment_sums(
     rows, width = cx.shape[0], product(cx.shape[1:])
     if x is not None and cx.low.uniform.get(x.buffer) == 0:
         x = None
-    count, given = product(index.shape), new if x is None else cx.readable(x)
-    new = cx.readable(new)
-    lie = [_contiguous(v) for v in (index, new, given)]
+    count = product(index.shape)
     known = count.constant is not None and count.constant > 0 and rows.constant is not None and rows.constant < 2**30
-    if not all(lie) or not known or index.dtype not in (torch.int32, torch.int64):
+    if not known or index.dtype not in (torch.int32, torch.int64):
         return None
     if (out := cx.out()).strides != contiguous_strides(cx.shape):
         return None
-    order, first = _sorted(cx, replace(index, shape=(count,), strides=(expr(1),)), rows, skipped, wraps)
+    new = _contiguous(cx, new)
+    given = new if x is None else _contiguous(cx, x)
+    order, first = _sorted(cx, index, count, rows, skipped, wraps)
     columns = min(COLUMNS, 1 << max(0, (width.constant or COLUMNS) - 1).bit_length())
     lanes = LANES if count.constant > 64 * rows.constant else max(FEW, min(LANES, TILE // columns))  # type: ignore[operator]
     call: list[tuple[str | int, ...]] = [(f"{name}=", i) for i, name in enumerate(ARGUMENTS)]
@@ -101,11 +101,15 @@ def segment_sums(
     return out
 
 
-def _contiguous(v: View) -> bool:
-    return all(n == 1 or a == b for n, a, b in zip(v.shape, v.strides, contiguous_strides(v.shape)))
+def _contiguous(cx: LoweringContext, v: View) -> View:
+    """``v``, or a copy: rows that many share (the gradient of a sum over embeddings), columns."""
+    v = cx.readable(v)
+    if all(n == 1 or a == b for n, a, b in zip(v.shape, v.strides, contiguous_strides(v.shape))):
+        return v
+    return nest(cx, lambda k: k.load(v), cx.temp("rows", v.shape, v.dtype))
 
 
-def _sorted(cx: LoweringContext, index: View, rows: Expr, skipped: int, wraps: bool) -> tuple[View, View]:
+def _sorted(cx: LoweringContext, index: View, count: Expr, rows: Expr, skipped: int, wraps: bool) -> tuple[View, View]:
     """Positions in ``index`` by what is there, and how many are below each row, and below their number."""
     low = cx.low
     key = "sorted", index, rows, skipped, wraps, sum(index.buffer in node.writes() for node in low.nodes)
@@ -119,7 +123,8 @@ def _sorted(cx: LoweringContext, index: View, rows: Expr, skipped: int, wraps: b
         row = k.index(k.indirect(at, rows, wraps))
         k.store(places, where(nowhere, most, row).to(places.dtype))
         k.finish()
-        ordered, order = cx.temp("ordered", index.shape, places.dtype), cx.temp("order", index.shape, torch.int64)
+        places = replace(places, shape=(count,), strides=(expr(1),))
+        ordered, order = (cx.temp(n, (count,), d) for n, d in (("ordered", places.dtype), ("order", torch.int64)))
         how = (("stable", True), ("dim", 0), ("descending", False))
         outputs = ordered.buffer, order.buffer
         why = "sums in one order: rows are sorted by their index"
@@ -128,7 +133,7 @@ def _sorted(cx: LoweringContext, index: View, rows: Expr, skipped: int, wraps: b
         )
         first = cx.temp("first", (rows + 1,), torch.int32)
         k = NestBuilder(cx, first.shape)
-        k.store(first, place_in(k, ordered, [], k.index(k.coords[0]).to(torch.int32), index.shape[0].constant or 0))
+        k.store(first, place_in(k, ordered, [], k.index(k.coords[0]).to(torch.int32), count.constant or 0))
         k.finish()
         low.moved[key] = order, first
     return low.moved[key]

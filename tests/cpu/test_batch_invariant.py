@@ -239,6 +239,7 @@ def test_rows_are_added_in_their_order() -> None:
             lambda x, i, y: x.scatter_reduce(0, wide(i), y, "sum"), lambda x, i, y: x.index_put((i,), y, True),
             lambda x, i, y: x.scatter_reduce(0, wide(i), y, "mean", include_self=False),
             lambda x, i, y: x.index_add(0, i, y).sin().index_add(0, i, y),
+            lambda x, i, y: x.index_add(0, i[::2], y[:1].expand(250, 8)),
         ):  # fmt: skip
             text = calls(fn)
             assert text.count("aten.sort") == 1 and "segment_sums" in text
