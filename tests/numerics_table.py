@@ -135,7 +135,9 @@ def _text(off: float) -> str:
 
 def table(device: str) -> list[Row]:
     ops = [(k, n) for k, of in KINDS.items() for n in of]
-    return [r for dtype in DTYPES for mode in MODES for r in measured(promised(ops, mode, device), dtype, mode, device)]
+    order = [n for _, n in ops]
+    made = (measured(promised(ops, mode, device), dtype, mode, device) for dtype in DTYPES for mode in MODES)
+    return [r for rows in made for r in sorted(rows, key=lambda r: order.index(r["op"]))]
 
 
 def promised(ops: Sequence[tuple[str, str]], mode: str, device: str) -> list[tuple[str, str]]:
@@ -177,8 +179,7 @@ distributed numbers. NaN: one of the two alone is not a number.
 Why an op differs with `"fast"`: elementwise ones are functions of our own, mostly good to 1 or 2 ULP, or rounded at
 another place (near 0 a small absolute error is many ULP); sums, norms and softmax are added up in another order.
 Products are the same library calls. On a GPU, Triton compiles its mathematical functions so that subnormal numbers,
-given or returned, are 0 (not for functions that jump there, as `ceil` and `remainder`). Most of the large differences
-there are these.
+given or returned, are 0 (not for functions that jump there, as `ceil` and `remainder`).
 
 With `numerics="eager"`, elementwise ops and chains of them have eager's bits, and products are eager's calls. So are
 sums, norms and softmax on a CPU. On a GPU these have an order of their own, and a bound:
