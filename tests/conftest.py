@@ -159,7 +159,8 @@ LONGEST = (
 )  # fmt: skip
 
 
-QUICK = {"cpp-wrapper": {"steps": 8}}  # parameters of chapters with --quick
+# parameters of chapters with --quick
+QUICK = {"cpp-wrapper": {"steps": 8}, "inline-fusion": {"side": "512", "inner": "512"}}
 
 
 def make_quick(item: pytest.Item) -> None:
@@ -167,7 +168,8 @@ def make_quick(item: pytest.Item) -> None:
     cell = getattr(item, "cell", None)
     if cell and "parameters" in cell.metadata.get("tags", []):
         for name, value in QUICK.get(item.path.stem, {}).items():
-            cell.source, changed = re.subn(rf"(?m)^({name}: int = )\d+", rf"\g<1>{value}", cell.source)
+            given = rf'(?m)^({name}: \w+ = )(?:\d+|"auto")'
+            cell.source, changed = re.subn(given, rf"\g<1>{value!r}", cell.source)
             assert changed, f"{item.path.stem} has no parameter {name}"
 
 

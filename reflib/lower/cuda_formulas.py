@@ -74,7 +74,7 @@ def formula_of(cx: LoweringContext, target: Any) -> Callable[..., Any] | None:
 
 def _suits(cx: LoweringContext, tensors: Sequence[Any]) -> None:
     views = [x for x in tensors if isinstance(x, View)]
-    if cx.dtype in HALF and any(x.dtype != cx.dtype for x in views):
+    if cx.dtype in HALF and any(x.dtype not in (cx.dtype, torch.bool) for x in views):
         raise Unsupported(ROUNDED_FIRST)
     if len(tensors) > 2 and any(_on_cpu(cx, x) for x in views):
         raise Unsupported("numerics: eager's kernel for a number on the CPU")

@@ -11,11 +11,12 @@ Eager computes a model as a sequence of ATen kernels. Three kinds of ops, by wha
   instruction that leaves one rounding out, that only its own kernel knows: for NVIDIA GPUs ``cuda_formulas`` has what
   eager's kernels do for activations, their derivatives, and arithmetic such as ``addcmul``. Anything else is a call.
 * **Sums**: running sums, means, norms, softmax, average pooling, windows of depthwise convolutions, and their
-  derivatives. The order of additions in eager's CUDA kernels follows from their launches, and calling them costs what
-  fusion saves. On a GPU they are the kernels of ``fast``: halves are read as float32, all is computed in float32, and
-  what eager stores is rounded once. So they are within a few ULP of the exact result (``tests/sum_bounds.py`` has the
-  bound of each op, the book's numerics page lists them), as eager's are; their bits are not eager's. On a CPU, where a
-  call costs less and eager's bits are what tests compare with, they are calls.
+  derivatives; rows that eager sorts before it adds them (``segment_sums``). The order of additions in eager's CUDA
+  kernels follows from their launches, and calling them costs what fusion saves. On a GPU they are the kernels of
+  ``fast``: halves are read as float32, all is computed in float32, and what eager stores is rounded once. So they are
+  within a few ULP of the exact result (``tests/sum_bounds.py`` has the bound of each op, the book's numerics page lists
+  them), as eager's are; their bits are not eager's. On a CPU, where a call costs less and eager's bits are what tests
+  compare with, they are calls.
 * **Products**: library calls, as in eager. On a GPU their operands may be padded with zeros, convolutions may have
   channels-last order, their bias is added in a kernel that fuses, convolutions of patches are products, and a mask that
   eager would not have (``capture.masks``) is gone: cuBLAS, cuDNN and flash attention may then choose other kernels of
@@ -159,11 +160,13 @@ def _is_number(body: tuple[Stmt, ...], i: int) -> bool:
 
 
 def _mixed(body: tuple[Stmt, ...], cx: LoweringContext) -> bool:
-    """Is there, for a half result, an operand of another dtype: integers, sizes, a float32 number?"""
+    """Is there, for a half result, an operand of another dtype: integers, sizes, a float32 number? Masks are exact.
+    """
     if cx.dtype not in HALF:
         return False
+    own = (cx.dtype, torch.bool)
     return any(
-        isinstance(s, Index) or (isinstance(s, Load) and cx.low.buffers[s.buffer].dtype != cx.dtype) for s in body
+        isinstance(s, Index) or (isinstance(s, Load) and cx.low.buffers[s.buffer].dtype not in own) for s in body
     )
 
 

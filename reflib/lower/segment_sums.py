@@ -1,4 +1,5 @@
-"""Rows added where an index says, in their order: for ``Options.batch_invariant``, on a GPU.
+"""Rows added where an index says, in their order, on a GPU: for ``Options.batch_invariant``, and ``numerics="eager"``
+where eager's kernel sorts as well (gradients of embeddings, ``index_put``).
 
     out[v] = x[v] + sum over e, with index[e] = v, of new[e]
 
@@ -74,7 +75,8 @@ def segment_sums(
     """``x`` (None: zeros), the op's result, with the rows of ``new`` added where ``index`` says; those of index
     ``skipped`` are not. ``wraps``: negative ones count from the end. None where that is not so: not for this option, or
     of other dtypes or layouts."""
-    if not cx.low.options.batch_invariant or not cx.on_gpu or cx.dtype not in FLOATS or new.dtype not in FLOATS:
+    ordered = cx.low.options.batch_invariant or cx.low.options.numerics == "eager"
+    if not ordered or not cx.on_gpu or cx.dtype not in FLOATS or new.dtype not in FLOATS:
         return None
     rows, width = cx.shape[0], product(cx.shape[1:])
     if x is not None and cx.low.uniform.get(x.buffer) == 0:

@@ -113,7 +113,7 @@ def put_instead(
     cx.low.buffers.update({b.name: b for b in v.buffers})
 
 
-def _inside(low: Lowering, op: str, prefix: str, symbols: dict[Any, Sym], choices: bool) -> Lowering:
+def _inside(low: Lowering, op: str, prefix: str, symbols: Mapping[Any, Sym | Expr], choices: bool) -> Lowering:
     """A lowering of an implementation of ``op``: over the buffers of ``low``, with names that ``low`` does not use.
     ``symbols``: the program's, by the sympy symbols of the ShapeEnv that the implementation was traced in."""
     new = Lowering(low.options)

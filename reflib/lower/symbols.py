@@ -35,7 +35,7 @@ class Symbols:
         self.formulas: dict[str, Any] = {}  # opaque floats: their sympy expression and its ShapeEnv
         self.bound: set[str] = set()  # names of symbols whose value is known by now, at run time
 
-    def inside(self, mine: dict[Any, Sym | Expr]) -> Symbols:
+    def inside(self, mine: Mapping[Any, Sym | Expr]) -> Symbols:
         """The same symbols for a graph traced in another ShapeEnv. ``mine``: ours by its sympy symbols."""
         out = Symbols(self.ranges)
         out.known, out.floats, out.formulas, out.bound = self.known, self.floats, self.formulas, self.bound

@@ -78,6 +78,19 @@ def test_numbers_that_eager_rounds_first(dtype: torch.dtype) -> None:
         assert [i for i, (a, b) in enumerate(zip(run(x, p), program(x, p))) if not equal_bits(a, b)] == [], p
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_masks_are_factors(dtype: torch.dtype) -> None:
+    x, mask = numbers(random.Random(4), "cpu", dtype, 50, 3), torch.rand(50, 1) < 0.5
+
+    def program(x: Any, mask: Any) -> Any:
+        return x * mask, mask * x - 1, x + mask
+
+    assert different(program, (x, mask), **EAGER) == []
+    for target in ("cpu", "sm_90"):
+        e = reflib.explain(program, x, mask, target=target, **EAGER)
+        assert not any(isinstance(n, Extern) for n in e.program.nodes)
+
+
 def test_on_a_gpu_a_size_is_inverted_first() -> None:
     e = reflib.explain(lambda x: x / x.shape[0], torch.rand(9, 3), target="sm_90", dynamic=True, **EAGER)
     (nest,) = e.stages.fused.program.nodes
@@ -254,4 +267,5 @@ def test_what_eager_adds_in_any_order_is_added_here() -> None:
 
     assert calls(adds) == []
     assert len(calls(adds, atomics=False)) == 3
-    assert calls(lambda x, i, y: x.index_put((i,), y, True)) == ["aten.index_put.default"]
+    puts = str(calls(lambda x, i, y: x.index_put((i,), y, True)))  # ATen's call sorts 64-bit numbers
+    assert "aten.sort.stable" in puts and "index_put" not in puts
