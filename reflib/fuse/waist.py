@@ -1,10 +1,11 @@
-"""What goes from one elementwise kernel to the next, at its narrowest: fewer tensors from which the others follow.
+"""What goes from one kernel to the next, at its narrowest: fewer tensors from which the others follow.
 
 Fusion keeps results that later kernels read elsewhere. The backward of a stencil reads the gradients ``gu`` and
 ``gv`` of a step at the neighbours and, times this and that, at home: seven products of them were stored and read, 56
 bytes per element, where the two gradients and the forward's ``u`` and ``v``, from which the next kernel can compute
 these, are 24. So were the gradients of a bilateral filter's nine weights, each read at one place, where two tensors
-and the image give all of them.
+and the image give all of them. And so were, of a norm of channels, ``-g`` and ``g / std`` by the kernel that sums the
+gradients of its weights, for the one that sums along channels: ``g`` is one tensor.
 
 Which values? Each one of the first kernel's body may be
 
@@ -33,7 +34,7 @@ from ..ir.expr import Expr, Ref
 from ..ir.instructions import PER_BYTE, weight
 from ..ir.loops import Const, Index, Load, LoopNest, Op, Stmt, Store, stmt_args
 from ..ir.program import Buffer, Node, Program
-from ..ir.transforms import needed, select
+from ..ir.transforms import needed, select, varying
 from ..lower.context import contiguous_strides
 from ..options import Options
 from ..target import Target
@@ -64,7 +65,7 @@ class _Wanted:
 
 
 def waist(fused: Fused, options: Options, target: Target) -> Fused:
-    """The same results with fewer bytes between elementwise kernels. Assumes a legal order; for GPUs."""
+    """The same results with fewer bytes between kernels. Assumes a legal order; for GPUs."""
     if not target.is_gpu:
         return fused
     program, changed = fused.program, False
@@ -72,7 +73,7 @@ def waist(fused: Fused, options: Options, target: Target) -> Fused:
     nodes, buffers = list(program.nodes), dict(program.buffers)
     for position in range(len(nodes)):
         node = nodes[position]
-        if isinstance(node, LoopNest) and not node.reduced and len(node.stores()) > 1:
+        if isinstance(node, LoopNest) and len(node.stores()) > 1:
             wanted = list(_wanted(program, depends, nodes, position, node))
             if len(wanted) > 1 and (cut := _cut(_Values(program, depends, nodes, position, node, wanted))):
                 changed |= _apply(nodes, position, wanted, cut, buffers)
@@ -88,10 +89,10 @@ def _wanted(
         buffer, found = program.buffers[s.buffer], [nodes[r] for r in readers]
         if s.reduce or s.buffer in depends.needed or depends.writers[s.buffer] != [position] or not readers:
             continue
-        if not all(isinstance(n, LoopNest) and not n.reduced and r > position for r, n in zip(readers, found)):
+        if not all(isinstance(n, LoopNest) and r > position for r, n in zip(readers, found)):
             continue
         single = getattr(loops.body[s.value], "dtype", None) == torch.float32 and buffer.dtype.is_floating_point
-        if single and makes_all(program, loops, s) and loops.numel == buffer.numel:
+        if single and makes_all(program, loops, s) and loops.numel * loops.rnumel == buffer.numel:
             loads = ((r, n) for r, n in zip(readers, found) if isinstance(n, LoopNest))
             places = {(r, x.index, x.mask) for r, n in loads for x in n.loads() if x.buffer == s.buffer}
             value = loops.body[s.value]
@@ -167,7 +168,13 @@ class _Values:
 
     def storable(self, i: int) -> bool:
         s = self.loops.body[i]
-        return isinstance(s, Op) and s.dtype == torch.float32
+        return isinstance(s, Op) and s.dtype == torch.float32 and self.per_element[i]
+
+    @cached_property
+    def per_element(self) -> list[bool]:
+        """Of each value of a reduction: is it of an element, not of a row?"""
+        loops = self.loops
+        return varying(loops.body, loops.reduced_vars) if loops.reduced else [True] * len(loops.body)
 
     def cost(self, kept: set[int], free: int = -1) -> float:
         """In bytes, one of them being there in any case."""
@@ -187,8 +194,8 @@ class _Values:
             if isinstance(s, Load):
                 self.prices[key] = self._read_again(s, self.readers(found), found.bit_count())
             else:
-                at = (self.nodes[place[0]] for n, place in enumerate(self.everywhere) if found >> n & 1)
-                points = sum(_nest(n).numel.hint() for n in at)  # (of one number per row, the reader has more)
+                at = (_nest(self.nodes[place[0]]) for n, place in enumerate(self.everywhere) if found >> n & 1)
+                points = sum(_points(n) for n in at)  # (of one number per row, the reader has more)
                 self.prices[key] = weight(s) * points / PER_BYTE if isinstance(s, (Op, Const, Index)) else inf
         return self.prices[key]
 
@@ -196,7 +203,7 @@ class _Values:
         """What it costs to store a value and to read it, in bytes. computing: the places where what follows from it is
         computed. There it is needed in float32, beside a result that is rounded."""
         if (key := (i, found, computing)) not in self.prices:
-            single, own = 4 * self.loops.numel.hint(), [w for w in self.wanted if w.store.value == i]
+            single, own = 4 * _points(self.loops), [w for w in self.wanted if w.store.value == i]
             if not own or any(w.exact for w in own):
                 size = min((w.bytes for w in own if w.exact), default=single)
                 self.prices[key] = size * (1 + self._kernels(self.readers(found)))
@@ -226,7 +233,7 @@ class _Values:
             return inf
         there = [r for r in readers if s.buffer in self.nodes[r].reads()]
         have = sum(x.buffer == s.buffer for r in there for x in _nest(self.nodes[r]).loads())  # most of a window
-        points = self.loops.numel.hint()
+        points = _points(self.loops)
         size = min(buffer.nbytes.hint(), points * buffer.dtype.itemsize)
         return size * self._kernels(readers - frozenset(there)) + weight(s) * max(0, places - have) * points / PER_BYTE
 
@@ -234,7 +241,8 @@ class _Values:
         """How many kernels they are, once those that read the same tensors and do not wait for each other are one."""
         found: list[int] = []
         for r in sorted(readers):
-            same = [q for q in found if _nest(self.nodes[q]).numel == _nest(self.nodes[r]).numel]
+            alike = _nest(self.nodes[r]).numel, _nest(self.nodes[r]).rnumel
+            same = [q for q in found if (_nest(self.nodes[q]).numel, _nest(self.nodes[q]).rnumel) == alike]
             if not same or any(q in self.depends.before[r] for q in same):
                 found.append(r)
         return len(found)
@@ -245,14 +253,21 @@ def _nest(node: Node) -> LoopNest:
     return node
 
 
+def _points(loops: LoopNest) -> int:
+    return (loops.numel * loops.rnumel).hint()
+
+
 def _apply(
     nodes: list[Node], position: int, wanted: list[_Wanted], cut: set[int], buffers: dict[str, Buffer]
 ) -> bool:
     loops = nodes[position]
     assert isinstance(loops, LoopNest)
     body, made = list(loops.body), list[Stmt]()
+    like = buffers[wanted[0].store.buffer]
     shape, home = tuple(a.size for a in loops.axes), row_major(loops.axes)
-    device = buffers[wanted[0].store.buffer].device
+    strides = contiguous_strides(shape)
+    if loops.reduced:  # (its axes are in another order than those of what it stores)
+        shape, home, strides = like.shape, wanted[0].store.index, like.strides
     kept = {w.store.value: w.store for w in sorted(wanted, key=lambda w: -w.bytes) if w.exact}
     new: dict[str, Buffer] = {}
     for i in sorted(cut):
@@ -260,14 +275,15 @@ def _apply(
             body[i] = Load(kept[i].buffer, kept[i].index, torch.float32)
             continue
         name = f"{loops.name}_waist{i}"
-        new[name] = Buffer(name, torch.float32, device, shape, contiguous_strides(shape))
+        new[name] = Buffer(name, torch.float32, like.device, shape, strides)
         body[i] = Load(name, home, torch.float32)
         made.append(Store(name, home, i))
     producers = []
     for w in wanted:
         if w.store.value not in cut:
             store = body.index(w.store)
-            slice_ = replace(loops, body=select(tuple(body), needed(tuple(body), [store])))
+            axes = tuple(replace(a, kind="p") for a in loops.axes)
+            slice_ = replace(loops, axes=axes, body=select(tuple(body), needed(tuple(body), [store])))
             producers.append(make_producer(position, slice_, slice_.stores()[0]))
     after: dict[int, LoopNest] = {}
     for r in frozenset[int]().union(*(w.readers for w in wanted)):
