@@ -169,11 +169,15 @@ class _Block:
         raise Unsupported(f"the branch {self.name} returns nothing")
 
     def _argument(self, value: Any, fake: Any) -> Any:
-        """An operand, where the branch was captured for just this one."""
+        """An operand as the branch was captured for it. (Slices of a scan's input, for contiguous ones.)"""
         symbols = self.low.symbols
         if isinstance(value, View) and isinstance(fake, torch.Tensor):
             if symbols.exprs(fake.shape) != value.shape:
                 raise Unsupported(f"the branch {self.name} has other sizes than its operands")
+            strides = symbols.exprs(fake.stride())
+            if any(n != 1 and s != t for n, s, t in zip(value.shape, value.strides, strides)):
+                made = full_view(self.low.new_buffer(self.low.unique(f"{self.cx.name}_operand"), fake))
+                return nest(self.cx, lambda k: k.load(value), made)  # (views of it are of these strides)
         elif isinstance(fake, torch.SymInt) and symbols.expr(fake) != value:
             raise Unsupported(f"the branch {self.name} has a size of its own")
         return value

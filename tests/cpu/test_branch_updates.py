@@ -149,3 +149,17 @@ def test_copied(fn: Callable[..., Any], told: str) -> None:
 
 def test_elementwise_branches() -> None:
     as_eager(elementwise, verify=True)
+
+
+def test_rows_that_lie_apart() -> None:
+    """A body is captured for contiguous slices: views in it are of where they are."""
+
+    def fn(x: Tensor) -> Any:
+        def step(y: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+            return y + r[None], r * 2
+
+        return scan(step, x[:1].clone(), x.t())
+
+    x = torch.randn(8, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(reflib.compile(fn)(x), fn(x))
