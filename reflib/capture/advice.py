@@ -47,6 +47,11 @@ _ADVICE = (
         "torch.fx.experimental.proxy_tensor.make_fx(f)(*args): export what that returns",
     ),
     (
+        ("gen_vmap_plumbing",),
+        "In branches and bodies of torch.cond, while_loop and scan torch.export leaves torch.vmap as it is: call it "
+        "outside; give flex_attention there a block_mask that create_block_mask made outside",
+    ),
+    (
         ("same device", "different devices", "two devices", "expected device"),
         "A tensor that is not the module's own (a global's, a closure's) stays where it is: make it a buffer, or make "
         "it in forward with device=x.device",

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._higher_order_ops import while_loop
 from torch.export import Dim
+from torch.nn.attention.flex_attention import flex_attention
 
 from reflib.capture.export import export_for
 from reflib.errors import CaptureError
@@ -65,11 +66,18 @@ def of_cond(true: Any) -> Any:
     return lambda x: torch.cond(x.sum() > 0, true, lambda x: x + 1, (x,))
 
 
+def attended(x: torch.Tensor) -> torch.Tensor:
+    """Its block mask is made with torch.vmap."""
+    x = x.expand(1, 1, 8, 3)
+    return flex_attention(x, x, x).view(8, 3)
+
+
 @pytest.mark.parametrize("model, says", [
     (lambda x: helper(x * 2), r" at test_capture_advice.py:\d+ in helper: .*'\[7\]' is invalid"),
     (of_cond(lambda x: x.sum()), r" at test_capture_advice.py:\d+ in <lambda>: .*\nThe branches of torch.cond return"),
     (of_cond(lambda x: (x * 2).t()), r"\nThe branches of torch.cond .* laid out in the same order"),
     (of_cond(lambda x: None), r"\nThe branches of torch.cond return the same structure of tensors and ints"),
+    (of_cond(attended), r"\nIn branches and bodies .*give flex_attention there a block_mask"),
     (of_cond(lambda x: x), r"test_capture_advice.py\", line \d+, in <lambda>\nBranches .* return new tensors: clone"),
     (of_cond(lambda x: x.add_(1)), r"\nBranches and bodies .* write to no tensor from outside"),
 ])  # fmt: skip
