@@ -40,15 +40,16 @@ def convolution(cx: LoweringContext, x: View, weight: View, bias: View | None, *
         return depthwise(cx, x, weight, bias, *how[:3])
     if not cx.on_gpu:
         raise Unsupported(_PLAIN)
-    apart = bias is not None and not _in_one_kernel(x, how[-1])
-    inner = replace(cx, name=cx.low.unique(f"{cx.name}_call")) if apart else cx
-    given = (_sequence(cx, x), weight, None if apart else bias, *how)
-    result = extern(inner, aten.convolution.default, given, {}, _PLAIN)
+    x = _sequence(cx, x)
+    if bias is None or _in_one_kernel(x, how[-1]):
+        return extern(cx, aten.convolution.default, (x, weight, bias, *how), {}, _PLAIN)
+    inner = replace(cx, name=cx.low.unique(f"{cx.name}_call"))
+    product = extern(inner, aten.convolution.default, (x, weight, None, *how), {}, _PLAIN)
 
     def biased(k: NestBuilder) -> Value:
-        return k.load(result) + k.load(bias, [k.coords[len(k.coords) - len(result.shape) + 1]])
+        return k.load(product) + k.load(bias, [k.coords[len(k.coords) - len(product.shape) + 1]])
 
-    return nest(cx, biased) if apart else result
+    return nest(cx, biased)
 
 
 def _in_one_kernel(x: View, groups: Any) -> bool:

@@ -66,7 +66,8 @@ def grad_of_input(cx: LoweringContext, grad: View, weight: View, *how: Any) -> V
 
 
 def _geometry(weight: View, how: Sequence[Any]) -> Geometry:
-    return Geometry.of(len(weight.shape) - 2, list(weight.shape[2:]), *how[:3], ceil=False)
+    stride, padding, dilation = how[:3]
+    return Geometry.of(len(weight.shape) - 2, list(weight.shape[2:]), stride, padding, dilation, ceil=False)
 
 
 def _weighted(w: Window, x: View, weight: View, sides: Sequence[Side]) -> Any:
@@ -80,7 +81,7 @@ def _weighted(w: Window, x: View, weight: View, sides: Sequence[Side]) -> Any:
 def grad_of_weight(cx: LoweringContext, grad: View, x: View, weight: View, *how: Any) -> View | None:
     """All elements of it for one channel at a time. None: it is left to ATen, as where these are many."""
     g, compute = _geometry(weight, how), value_dtype(check_dtype(x.dtype))
-    if product(g.kernel).constant > SUMS:
+    if int(product(g.kernel)) > SUMS:
         return None
     out = cx.out()
     batch, channels, *sizes = grad.shape
