@@ -46,7 +46,11 @@ def test_training(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     wide = copy.deepcopy(model).double()
     exact = step(wide, wide, x.double())
     for a, b, c in zip(got, want, exact, strict=True):
-        assert a.dtype == b.dtype and (a - c).norm() <= 2 * (b - c).norm() + torch.finfo(dtype).eps * c.norm()
+        assert a.dtype == b.dtype
+        if a.is_floating_point():
+            assert (a - c).norm() <= 2 * (b - c).norm() + torch.finfo(dtype).eps * c.norm()
+        else:  # how many batches were seen
+            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("name", ["floor", "ceil", "floor_divide", "remainder", "fmod", "trunc", "frac", "sign"])
