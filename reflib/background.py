@@ -18,6 +18,7 @@ variant. What has been measured when the program ends is in the store of decisio
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import os
 import sys
@@ -34,6 +35,7 @@ from .autotune.pool import threads
 from .errors import ReflibError
 from .logs import get as logger
 from .timeline import Event
+from .wrap.host_ctypes import libcuda
 
 if TYPE_CHECKING:
     from .autotune import Tuner
@@ -75,6 +77,7 @@ class Background:
 
     def _work(self) -> None:
         start = time.perf_counter()
+        _apart_from_captures()
         try:
             with self.turn.tuning() if self.turn else contextlib.nullcontext():
                 tuned = self._tune(self)
@@ -162,6 +165,14 @@ class TunedOrFallback:
 
 def _capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _apart_from_captures() -> None:
+    """A graph that the user captures in PyTorch's default mode, ``global``, is invalid once any thread allocates or
+    loads something; what a thread in mode ``relaxed`` does, does not count."""
+    if torch.cuda.is_initialized() and torch.version.hip is None:
+        relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+        ctypes.CDLL(libcuda()).cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
 
 
 # -- entry points -----------------------------------------------------------------------------------
