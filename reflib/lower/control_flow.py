@@ -27,7 +27,7 @@ from .context import LoweringContext
 from .extern import used_results
 from .lower import Lowering
 from .rules import RULES, Unsupported
-from .subgraph import Refused, _constant, _inside, _written, assumptions, put_instead
+from .subgraph import Refused, _constant, _inside, _same_layout, _written, assumptions, put_instead
 from .symbols import Symbols
 from .unused import remove_unused
 
@@ -169,11 +169,16 @@ class _Block:
         raise Unsupported(f"the branch {self.name} returns nothing")
 
     def _argument(self, value: Any, fake: Any) -> Any:
-        """An operand, where the branch was captured for just this one."""
+        """An operand, where the branch was captured for just this one; a copy where it was captured for one that lies
+        elsewise in memory (``scan`` takes contiguous slices for granted): its views have the strides of that one."""
         symbols = self.low.symbols
         if isinstance(value, View) and isinstance(fake, torch.Tensor):
             if symbols.exprs(fake.shape) != value.shape:
                 raise Unsupported(f"the branch {self.name} has other sizes than its operands")
+            if not _same_layout(value, replace(value, strides=symbols.exprs(fake.stride()))):
+                copy = full_view(self.low.new_buffer(f"{self.cx.name}_slice", fake))
+                _store(self.cx, copy, value)
+                return copy
         elif isinstance(fake, torch.SymInt) and symbols.expr(fake) != value:
             raise Unsupported(f"the branch {self.name} has a size of its own")
         return value
