@@ -115,6 +115,23 @@ def _widening() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+class ReadingFirst(TorchFunctionMode):
+    """An update reads all that it needs before it writes, as in a functional graph. (Eager's loops write as they go:
+    of ``x.mul_(x[:1])`` the elements after the first are multiplied by the first one's new value.)"""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
+        out = kwargs.pop("out", None)
+        updates = name == "__setitem__" or name.endswith("_") and not name.endswith("__")
+        if out is None and not (updates and args):
+            return func(*args, **kwargs)
+        written, read = ((), args) if out is not None else (args[:1], args[1:])
+        there = {t.untyped_storage()._cdata for t in tensors((out, written))}
+        one = lambda t: t.clone() if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata in there else t  # noqa: E731
+        read, kwargs = tree_map(one, (read, kwargs))
+        return func(*written, *read, **kwargs, **({} if out is None else {"out": out}))
+
+
 def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from ..ir.expr import expr
 from ..ir.loops import Axis, BodyBuilder, LoopNest
+from ..ir.ops import value_dtype
 from ..ir.program import Buffer, Node, Program, Variant
 from ..ir.regions import Region, block, carried_in
 from ..ir.rename import renamed
@@ -117,5 +118,5 @@ def _copy(program: Program, region: Region, x: str, b: str) -> LoopNest:
             axes.append(Axis(fresh(size), "p"))
             index = index + expr(axes[-1].var) * stride
     body = BodyBuilder()
-    body.store(b, index, body.load(x, index, buffer.dtype))
+    body.store(b, index, body.load(x, index, value_dtype(buffer.dtype)))
     return LoopNest(f"{region.name}_{b}", tuple(axes), tuple(body.body), region.origins)

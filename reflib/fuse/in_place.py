@@ -399,10 +399,10 @@ def _uses(node: Node, name: str) -> Iterator[Expr | View]:
 
 
 def may_alias(target: object) -> bool:
-    """May a result of ``target`` share storage with an argument that it does not write to? (A higher-order op's may
-    not; a kernel has none.)"""
-    if isinstance(target, torch._ops.OpOverload):
-        return any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)
+    """May a result share storage with an argument that is not written to, or is one's storage counted in (as_strided)?
+    (A higher-order op's may not; a kernel has none.)"""
+    if isinstance(s := getattr(target, "_schema", None), torch._C.FunctionSchema):
+        return "storage_offset" in str(s) or any((a := r.alias_info) and not a.is_write for r in s.returns)
     return not isinstance(target, (torch._ops.HigherOrderOperator, Launched))
 
 

@@ -60,9 +60,10 @@ def makers(
 
 
 def make_producer(position: int, loops: LoopNest, store: Store) -> Producer | None:
-    """How to find an element's axes from its offset; None if the store's strides do not determine them."""
+    """How to find an element's axes from its offset; None if the store's strides do not determine them (where there is
+    no element, several may be one stride)."""
     found = strides_of(store.index, loops.axes)
-    if found is None:
+    if found is None or any(a.size == 0 for a in loops.axes):
         return None
     axes = [(a.var, s, a.size) for a, s in zip(loops.axes, found[0], strict=True) if a.size != 1]
     axes.sort(key=lambda t: -t[1].hint())
@@ -173,7 +174,7 @@ def _axes_at(index: Expr, p: Producer, narrow: Exprs, widen: Exprs) -> Exprs:
         return env | {var: e.subs(widen) for var, e in plain.items()}
     for n, (var, stride, size) in enumerate(p.strides):
         quotient = rest // stride
-        env[var] = (quotient if n == 0 or size == 0 else quotient % size).subs(widen)
+        env[var] = (quotient if n == 0 else quotient % size).subs(widen)
         rest = rest % stride
     return env
 

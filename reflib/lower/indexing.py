@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from reflib.ir.expr import Expr, expr, floordiv, maximum, minimum, mod, nonneg
+from reflib.ir.expr import Expr, ceildiv, expr, floordiv, maximum, minimum, mod, nonneg
 from reflib.ir.instructions import LAUNCH
 from reflib.ir.loops import LoopNest
 from reflib.ir.ops import value_dtype
@@ -263,7 +263,14 @@ def slice_scatter(
     if expr(step) != 1:
         inside = both(inside, k.index(mod(away, expr(step))).eq(0))
     coords = [floordiv(away, expr(step)) if i == d else c for i, c in enumerate(k.coords)]
+    _check_sizes(src, [ceildiv(hi - lo, step) if i == d else n for i, n in enumerate(x.shape)])
     return _written(k, x, src, inside, coords)
+
+
+def _check_sizes(src: View, sizes: Sequence[Expr]) -> None:
+    """Eager refuses other sizes, which torch's meta functions accept: a branch that is not taken may have them."""
+    if len(src.shape) != len(sizes) or any((n - m).constant not in (None, 0) for n, m in zip(src.shape, sizes)):
+        raise Unsupported("sizes that eager refuses")
 
 
 def _written(k: NestBuilder, x: View, src: View, inside: Value | None, coords: Sequence[Expr]) -> Value:
@@ -293,6 +300,7 @@ def select_scatter(k: NestBuilder, x: View, src: View, dim: int, index: Any) -> 
     if index.constant is not None and index.constant < 0:
         index = index + x.shape[d]
     here = k.index(k.coords[d]).eq(index)
+    _check_sizes(src, [n for i, n in enumerate(x.shape) if i != d])
     return _written(k, x, src, here, [c for i, c in enumerate(k.coords) if i != d])
 
 
@@ -302,6 +310,8 @@ def diagonal_scatter(k: NestBuilder, x: View, src: View, offset: int = 0, dim1: 
     row, col = k.coords[a], k.coords[b]
     here = (k.index(col) - k.index(row)).eq(offset)
     rest = [c for i, c in enumerate(k.coords) if i not in (a, b)]
+    length = minimum(x.shape[a] + min(offset, 0), x.shape[b] - max(offset, 0))
+    _check_sizes(src, [*(n for i, n in enumerate(x.shape) if i not in (a, b)), maximum(length, 0)])
     return _written(k, x, src, here, [*rest, row if offset >= 0 else col])
 
 

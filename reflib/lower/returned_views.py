@@ -3,7 +3,8 @@ lazily.
 
 No kernel reads one dtype as another, so inside a graph such a view is a copy (``views.REINTERPRET``). A result of the
 graph is read by the caller: it is made by the view op itself, called at the end, and shares its storage with other
-results as eager's does. What is saved for a backward stays a copy: the storage seen may be larger.
+results as eager's does. What is saved for a backward stays a copy: the storage seen may be larger. Each result is a
+tensor of its own.
 """
 
 import operator
@@ -14,7 +15,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from reflib.capture.graph import Graph
-from reflib.ir.program import View
+from reflib.ir.program import View, full_view
 
 from .context import LoweringContext
 from .extern import extern
@@ -47,7 +48,19 @@ def as_views(low: Lowering, graph: Graph, outputs: tuple[Any, ...]) -> tuple[Any
                 view = extern(_context(low, node), op, (view,), {}, "a result that is a view")
         return view
 
-    return tuple(map(result, results, outputs)) + outputs[len(results) :]
+    return _each_its_own(low, results, tuple(map(result, results, outputs))) + outputs[len(results) :]
+
+
+def _each_its_own(low: Lowering, nodes: list[Any], values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Two results that are all of one tensor (``y, y.view_as(y)``) are two tensors to the caller, who may resize one.
+    (Results that are inputs are made anew by AOTAutograd.)"""
+    first, out = dict[View, Any](), list(values)
+    for i, (node, v) in enumerate(zip(nodes, values)):
+        if not isinstance(v, View) or low.buffers[v.buffer].kind != "temp" or v != full_view(low.buffers[v.buffer]):
+            continue
+        if first.setdefault(v, node) is not node:
+            out[i] = extern(_context(low, node), aten.alias.default, (v,), {}, "a result that is a view")
+    return tuple(out)
 
 
 def _source(node: Node) -> Node | None:

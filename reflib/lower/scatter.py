@@ -131,7 +131,7 @@ def as_strided_scatter(
     moved = expr(0) if offset is None else expr(offset) - start
     place = View(x.buffer, tuple(map(expr, size)), tuple(map(expr, stride)), moved, cx.dtype)
     last = sum(((n - 1) * m for n, m in zip(place.shape, place.strides)), place.offset)
-    whole = x.strides == s.exprs(cx.fakes[0].stride()) == contiguous_strides(x.shape) and x.shape == cx.shape
+    whole = x.strides == s.exprs(cx.fakes[0].stride()) and x.shape == cx.shape and _dense(x)
     # (torch has guarded, when it traced the op, that sizes which may change stay inside)
     inside = all(e.constant is None or e.constant >= 0 for e in (place.offset, product(x.shape) - 1 - last))
     if not (whole and inside and _apart(place) and list(src.shape) == list(place.shape)):
@@ -141,6 +141,12 @@ def as_strided_scatter(
     fill(cx, out, x)
     nest(cx, lambda k: k.load(src), replace(place, buffer=out.buffer))
     return out
+
+
+def _dense(v: View) -> bool:
+    """Does it have elements everywhere between its first and its last one: is it contiguous, or transposed?"""
+    dims = sorted(zip(v.shape, v.strides), key=lambda d: -d[1].hint())
+    return tuple(m for _, m in dims) == contiguous_strides([n for n, _ in dims])
 
 
 def _apart(v: View) -> bool:

@@ -49,10 +49,10 @@ def view(cx: LoweringContext, base: View, *_: Any, **__: Any) -> Any:
     node = cx.node.args[0] if cx.node.args else cx.node.kwargs["self"]
     if not isinstance(node, torch.fx.Node):
         raise Unsupported("a view of no tensor in the graph")
-    while cx.node.target is aten.as_strided.default and node.target is aten.as_strided_scatter.default:
-        node = node.args[0]  # type: ignore[assignment]  # (its result lies there; its meta function says at 0)
-    source = node.meta["val"]
-    fakes = cx.fakes
+    both = aten.as_strided.default, aten.as_strided_scatter.default
+    while (cx.node.target, node.target) == both and cx.node.args[3:]:  # (counted from the begin of the storage)
+        node = node.args[0]  # type: ignore[assignment]  # (its result begins there; its meta function says at 0)
+    source, fakes = node.meta["val"], cx.fakes
     if any(f.layout != torch.strided for f in (source, *fakes)):
         raise Unsupported("sparse layout")
     if _name(cx.node.target) in MAY_COPY and fakes[0].untyped_storage()._cdata != source.untyped_storage()._cdata:

@@ -151,15 +151,34 @@ def test_elementwise_branches() -> None:
     as_eager(elementwise, verify=True)
 
 
-def test_rows_that_lie_apart() -> None:
-    """A body is captured for contiguous slices: views in it are of where they are."""
+@pytest.mark.parametrize("turn", [lambda x: x.mT, lambda x: x[:, ::2, ::2]], ids=["transposed", "strided"])
+def test_slices_that_lie_elsewise(turn: Callable[[Tensor], Tensor]) -> None:
+    """``scan`` captures its body for contiguous slices."""
 
     def fn(x: Tensor) -> Any:
-        def step(y: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-            return y + r[None], r * 2
+        return scan(lambda s, row: (s + row[None].select(1, 0), row.t().reshape(-1)), x.new_zeros(1, x.shape[2]), x)
 
-        return scan(step, x[:1].clone(), x.t())
+    x = turn(torch.randn(3, 4, 6))
+    for got, want in zip(reflib.compile(fn, verify=True)(x), fn(x), strict=True):
+        torch.testing.assert_close(got, want)
 
-    x = torch.randn(8, 8)
-    with torch.no_grad():
-        torch.testing.assert_close(reflib.compile(fn)(x), fn(x))
+
+def test_a_branch_of_half_precision_is_updated_in_place() -> None:
+    x = torch.randn(24, 8).bfloat16()
+
+    def fn(x: Tensor, v: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, row, same, (x, v))[:1].add_(1)
+
+    v = V.bfloat16()
+    torch.testing.assert_close(reflib.compile(fn, verify=True)(x, v), fn(x, v))
+
+
+def test_a_branch_that_eager_refuses_is_compiled_if_it_is_not_taken() -> None:
+    def fn(x: Tensor, v: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x, v: x.slice_scatter(v[:1], 0, 0, 1), lambda x, v: x.clone(), (x, v))
+
+    x, v = -torch.ones(8), torch.ones(2, 2, 2)
+    compiled = reflib.compile(fn, verify=True)
+    torch.testing.assert_close(compiled(x, v), x)
+    with pytest.raises(RuntimeError, match="expected src to have a size equal"):
+        compiled(-x, v)

@@ -228,3 +228,45 @@ def test_what_is_written_is_not_computed_from_what_was_written() -> None:
     base = torch.randn(4, generator=torch.Generator().manual_seed(5))
     args = [torch.empty(0).set_(base.untyped_storage(), 0, (1,), (1,)) for _ in range(2)]
     check(fn, reflib.compile(fn, verify=True), *args)
+
+
+def counted(x: torch.Tensor) -> torch.Tensor:
+    """The copy begins at the begin of a storage; what was copied does not."""
+    y = x.clone()
+    torch.as_strided(y, (3, 2), (2, 1), 0).mul_(3)
+    return y
+
+
+def from_its_first(x: torch.Tensor) -> torch.Tensor:
+    return torch.as_strided(x, (1,), (1,)).mul_(2).abs()
+
+
+@pytest.mark.parametrize("fn", [counted, from_its_first])
+@pytest.mark.parametrize("grad", [False, True])
+def test_elements_counted_in_a_storage(fn: Callable[..., Any], grad: bool) -> None:
+    base = torch.arange(15.0)
+    for x in (base[3:].view(4, 3), base[3:].view(4, 3).t(), base[3:].view(4, 3)[:, ::2]):
+        if fn is from_its_first and grad:
+            continue  # (a leaf)
+        torch._dynamo.reset()
+        compiled = reflib.compile(fn, verify=True, dynamic=not grad)
+        check(fn, compiled, x.detach().requires_grad_(grad), backward=grad)
+
+
+def test_no_elements_have_no_place() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = torch.cat([(x * 2).narrow(1, 1, 1)[..., 1:]]).reshape(-1)
+        return y.index_put_((torch.arange(0),), y[:1] + 1, accumulate=True)
+
+    check(fn, reflib.compile(fn, verify=True), torch.randn(2, 2))
+
+
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_two_results_are_two_tensors(wrapper: str) -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x * 2
+        return y.transpose(0, 0), y.transpose(0, 0)
+
+    a, b = reflib.compile(fn, wrapper=wrapper, verify=True)(torch.ones(1, 3))
+    assert a is not b and a.data_ptr() == b.data_ptr()
+    assert a.resize_(3).shape != b.shape
