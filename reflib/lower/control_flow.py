@@ -27,7 +27,7 @@ from .context import LoweringContext
 from .extern import used_results
 from .lower import Lowering
 from .rules import RULES, Unsupported
-from .subgraph import Refused, _constant, _inside, _same_layout, _written, assumptions, put_instead
+from .subgraph import Refused, _constant, _inside, _written, assumptions, put_instead
 from .symbols import Symbols
 from .unused import remove_unused
 
