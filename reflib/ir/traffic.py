@@ -96,7 +96,7 @@ def _divided(a: BinOp, inner: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def accesses(body: Sequence[Stmt], buffers: Mapping[str, Buffer], only: Container[int] | None = None) -> list[Access]:
-    """The loads and stores of ``body`` (``only``: of those statements), once each sector that several loads read."""
+    """The loads and stores of ``body``, one per sector that several loads read (``only``: each of those statements)."""
     made_of: list[frozenset[Expr]] = []  # per statement: the index expressions behind its value
     out: dict[tuple, Access] = {}
     gathers = any(isinstance(s, Indirect) for s in body)  # else nothing asks for these
@@ -104,9 +104,9 @@ def accesses(body: Sequence[Stmt], buffers: Mapping[str, Buffer], only: Containe
         if isinstance(s, (Load, Store)) and (only is None or i in only):
             loaded = frozenset().union(*(made_of[a.id] for a in s.index.atoms() if isinstance(a, Ref)))
             b, store = buffers[s.buffer], isinstance(s, Store)
-            kept = bool(loaded) and not store and b.nbytes.hint() <= L2
-            near = tuple((m, n) for m, c in s.index.terms if (n := c if m or store else c * b.dtype.itemsize // SECTOR))
-            out[store, s.buffer, near] = Access(s.index, b.dtype.itemsize, store, loaded, kept)
+            size, each, kept = b.dtype.itemsize, store or only, loaded and not store and b.nbytes.hint() <= L2
+            near = tuple((m, n) for m, c in s.index.terms if (n := c if m or each else c * size // SECTOR))
+            out[store, s.buffer, near] = Access(s.index, size, store, loaded, bool(kept))
         if gathers:
             own = frozenset(e for e in stmt_exprs(s) if e.variables())
             made_of.append(own.union(*(made_of[a] for a in stmt_args(s))))

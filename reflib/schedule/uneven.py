@@ -80,7 +80,7 @@ BYTES = 20  # from memory, per cycle of a multiprocessor
 def adjust(config: Config, t: Any, target: Target) -> Config:
     """``config``, or a better one; ``t``: a ``heuristics.Traffic``."""
     s = t.space
-    moved = [a for a in accesses(s.body, t.buffers) if a.varies(s.x)]
+    moved = [a for a in accesses(s.body, t.buffers, range(len(s.body))) if a.varies(s.x)]
     if config.reduction == "none":
         return _pointwise(config, t, moved, target)
     if (squares := _squares(config, t, target)) is not None:

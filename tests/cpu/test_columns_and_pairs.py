@@ -95,9 +95,8 @@ def test_a_program_has_the_columns_of_one_image_where_programs_are_few() -> None
         p, y = x.softmax(1), F.one_hot(target, 8).permute(0, 3, 1, 2).to(x.dtype)
         return (p * y).sum((0, 2, 3)), (p * (1 - y)).sum((0, 2, 3)), ((1 - p) * y).sum((0, 2, 3))
 
-    e = reflib.explain(
-        overlap, torch.randn(445, 8, 120, 128).bfloat16(), torch.zeros(445, 120, 128).long(), target="sm_90"
-    )
+    x, target = torch.randn(445, 120, 128, 8).bfloat16().movedim(-1, 1), torch.zeros(445, 120, 128).long()
+    e = reflib.explain(overlap, x, target, target="sm_90")
     sums = [
         v.kernel.config
         for n in e.scheduled.nodes
