@@ -135,10 +135,13 @@ def _takes(node: Node, program: Program, new: str, there: View) -> bool:
 
 def _aligned(v: View) -> bool:
     """On a GPU, which libraries move 16 bytes at a time."""
-    return all(mod(e * v.dtype.itemsize, expr(MOVED)) == 0 for e in (v.offset, *v.strides) if e != 1)
+    steps = (v.offset, *(s for s in v.strides if s != 1))
+    return all(mod(e * v.dtype.itemsize, expr(MOVED)) == 0 for e in steps)
 
 
 def _in_rows(v: View) -> bool:
     """Do libraries take it as a matrix: one row, or column, after another?"""
+    if len(v.shape) < 2:  # a bias
+        return False
     (m, n), (a, b) = v.shape[-2:], v.strides[-2:]
     return (b == 1 and (a - n).hint() >= 0) or (a == 1 and (b - m).hint() >= 0)

@@ -125,3 +125,9 @@ def test_on_a_gpu_what_is_read_is_aligned() -> None:
 
     with torch.no_grad():
         assert (copies("cpu"), copies("sm_90")) == (0, 1)
+
+
+def test_a_bias_that_is_copied() -> None:
+    b, x, w = torch.randn(12), torch.randn(5, 4), torch.randn(4, 6)
+    fn = lambda b, x, w: torch.addmm(b[::2].clone(), x, w)  # noqa: E731
+    torch.testing.assert_close(reflib.compile(fn)(b, x, w), fn(b, x, w))
