@@ -77,8 +77,8 @@ class Background:
 
     def _work(self) -> None:
         start = time.perf_counter()
-        _apart_from_captures()
         try:
+            _apart_from_captures()
             with self.turn.tuning() if self.turn else contextlib.nullcontext():
                 tuned = self._tune(self)
             tuned.call.wait()

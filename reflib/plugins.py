@@ -221,6 +221,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "zeros": "wrap.zeros:zeros", "given_back": "wrap.checks:given_back",
         "outside": "wrap.checks:outside", "expect_sizes": "wrap.checks:expect_sizes",
         "check_nan": "wrap.bad_values:check_nan", "expect_own": "wrap.checks:expect_own",
+        "expect_count": "wrap.checks:expect_count",
         "references": "wrap.taken:references", "UNSHARED": "wrap.taken:UNSHARED", "owned": "wrap.taken:owned",
     },
 }

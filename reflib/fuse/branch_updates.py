@@ -55,7 +55,8 @@ def _operands(program: Program, region: Region) -> dict[str, str]:
         like = (x for x in read if _alike(program.buffers[x], result))
         if result.kind == "temp" and _before(b) not in program.buffers:
             found = (x for x in like if all(_updates(program, region, v, b, x) for v in region.variants))
-            out |= dict.fromkeys([b] if (x := next(found, None)) else [], x or "")
+            if (x := next(found, None)) is not None:
+                out[b] = x
     return out
 
 

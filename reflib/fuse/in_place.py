@@ -24,10 +24,9 @@ Reads of ``old`` before the update stay before it, as dependencies see to. Input
 is written to never get here (``wrap.unusual``). Sizes may be symbols: what cannot be proved is refused.
 
 Short chains of slices of a temporary (that no loop carries) are left to ``slice_stores``: one kernel with selects moves
-fewer bytes. So are
-elementwise updates, which fuse with the copy onto an input, and for which ``plan`` reuses storage; only between other
-updates of an input they are made in place here. What happened is in ``Fused.updates``; a refusal is also a Refusal, and
-a line under ``REFLIB_LOGS=fallback``.
+fewer bytes. So are elementwise updates, which fuse with the copy onto an input, and for which ``plan`` reuses storage;
+only between other updates of an input they are made in place here. What happened is in ``Fused.updates``; a refusal is
+also a Refusal, and a line under ``REFLIB_LOGS=fallback``.
 
 NB: TorchInductor does this on the FX graph, by a list of ops and one for views (``fx_passes/reinplace.py``): of inputs,
 if a ``copy_`` follows and nothing reads them in between; a part of a tensor is a chain of views in one "generalized

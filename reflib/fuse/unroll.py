@@ -235,9 +235,10 @@ def across(fused: Fused, options: Options, target: Target) -> Fused:
         longest = STRIDED if n.numel.hint() >= FILLED * target.units else LONGEST
         if _few(n, max(longest, len(n.loads()))) and (not options.batch_invariant or _in_pairs(n)):
             written_out = unrolled(n, options.batch_invariant)
-            short = _few(n) and _shared(n, buffers) or _few(n, longest) and _strided(n, buffers)
+            strided = _few(n, longest) and _strided(n, buffers)
+            short, most = strided or _few(n) and _shared(n, buffers), (1 + strided) * MAX_BODY
             short = short or len(written_out.loads()) < len(n.loads())  # it reads each of them by itself as well
-            n = written_out if short and len(written_out.body) <= 2 * MAX_BODY else n
+            n = written_out if short and len(written_out.body) <= most else n
         return n if n.reduced else _by_part(n, target, buffers)
 
     nodes = tuple(map(new, fused.program.nodes))

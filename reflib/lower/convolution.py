@@ -24,11 +24,12 @@ from reflib.ir.ops import value_dtype
 from reflib.ir.program import View
 
 from .body import NestBuilder, Value, check_dtype, nest
-from .context import LoweringContext, contiguous_strides
+from .context import LoweringContext
 from .depthwise import channels_last, depthwise, grad_of_input, grad_of_weight, is_window
 from .extern import extern
 from .reductions import reduction
 from .rules import Unsupported, rule
+from .segment_sums import contiguous
 
 aten = torch.ops.aten
 _PLAIN = "library call"
@@ -54,16 +55,13 @@ def convolution(cx: LoweringContext, x: View, weight: View, bias: View | None, *
 
 def _in_one_kernel(x: View, groups: Any) -> bool:
     """Does ATen add the bias to halves before it rounds them? In its own kernels for depthwise convolutions."""
-    depthwise = groups == x.shape[1] and groups != 1
-    return depthwise and x.dtype in (torch.float16, torch.bfloat16) and not channels_last(x)
+    of_channels = groups == x.shape[1] and groups != 1
+    return of_channels and x.dtype in (torch.float16, torch.bfloat16) and not channels_last(x)
 
 
 def _sequence(cx: LoweringContext, x: View) -> View:
     """``x``, contiguous if it is of one dimension."""
-    strides = zip(x.shape, x.strides, contiguous_strides(x.shape))
-    if len(x.shape) != 3 or all(have == want or size == 1 for size, have, want in strides):
-        return x
-    return nest(cx, lambda k: k.load(x), cx.temp("rows", x.shape, x.dtype))
+    return contiguous(cx, x) if len(x.shape) == 3 else x
 
 
 @rule("convolution_backward.default")

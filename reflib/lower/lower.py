@@ -38,7 +38,7 @@ _DEVICES = ("cpu", "cuda")
 _NODE = re.compile(r"(^|_)op\d+$")  # what ``next_node`` makes
 RESERVED = frozenset(  # names in the printed wrapper (wrap/runtime.py, wrap/python.py), which no buffer may take
     "args call torch alloc alloc_cpu alloc_cuda as_view expect expect_own expect_sizes flat check_nan threads outside "
-    "zeros int_max int_min device_guard current_stream stream given_back references UNSHARED owned".split()
+    "zeros expect_count int_max int_min device_guard current_stream stream given_back references UNSHARED owned".split()
 )
 EFFECTS = torch.ops.higher_order.with_effects
 RULES[EFFECTS] = with_effects

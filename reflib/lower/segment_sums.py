@@ -87,8 +87,8 @@ def segment_sums(
         return None
     if (out := cx.out()).strides != contiguous_strides(cx.shape):
         return None
-    new = _contiguous(cx, new)
-    given = new if x is None else _contiguous(cx, x)
+    new = contiguous(cx, new)
+    given = new if x is None else contiguous(cx, x)
     order, first = _sorted(cx, index, count, rows, skipped, wraps)
     columns = min(COLUMNS, 1 << max(0, (width.constant or COLUMNS) - 1).bit_length())
     lanes = LANES if count.constant > 64 * rows.constant else max(FEW, min(LANES, TILE // columns))  # type: ignore[operator]
@@ -103,7 +103,7 @@ def segment_sums(
     return out
 
 
-def _contiguous(cx: LoweringContext, v: View) -> View:
+def contiguous(cx: LoweringContext, v: View) -> View:
     """``v``, or a copy: rows that many share (the gradient of a sum over embeddings), columns."""
     v = cx.readable(v)
     if all(n == 1 or a == b for n, a, b in zip(v.shape, v.strides, contiguous_strides(v.shape))):

@@ -68,7 +68,7 @@ def call_in_python(p: PythonPrinter, step: Call) -> None:
     if made := own_results(x):
         if any("List" in str(r.type) for r in x.target._schema.returns):
             first = next(i for i, line in enumerate(p.lines) if line.startswith(f"{p.pad}out_{x.name} = "))
-            count = f"expect_own(out_{x.name}, [], {str(x.target)!r}, promised={len(x.outputs)})"
+            count = f"expect_count(out_{x.name}, {len(x.outputs)}, {str(x.target)!r})"
             p.lines.insert(first + 1, p.pad + count)
         given = ", ".join(dict.fromkeys((*x.reads(), *x.mutates)))
         dtypes = ", ".join(str(p.program.buffers[o].dtype) for o in made)
@@ -97,15 +97,15 @@ def own_results(x: Extern) -> list[str]:
     return [] if aliases or waits else [o for o in x.outputs if isinstance(o, str)]
 
 
-def expect_own(
-    made: list[Any], given: list[Any], op: str, dtypes: Sequence[torch.dtype] = (), promised: int = -1
-) -> None:  # fmt: skip
+def expect_count(made: Sequence[Any], promised: int, op: str) -> None:
+    """Raises ReflibError unless ``op`` returned a list of so many results."""
+    if len(made) != promised:
+        raise ReflibError(f"{op} returned {len(made)} tensors where its meta function promised {promised}")
+
+
+def expect_own(made: list[Any], given: list[Any], op: str, dtypes: Sequence[torch.dtype] = ()) -> None:
     """Raises ReflibError if a result shares memory with an argument or with another result, lacks some, or is of
-    another dtype. ``promised``: if given, only whether there are so many results."""
-    if promised >= 0:
-        if len(made) != promised:
-            raise ReflibError(f"{op} returned {len(made)} tensors where its meta function promised {promised}")
-        return
+    another dtype."""
     for i, (t, d) in enumerate(zip(made, dtypes)):
         if t.dtype is not d:
             name = str(d).removeprefix("torch.")
