@@ -121,7 +121,9 @@ def row_major(parts: Parts, order: Callable[..., Any], x: torch.Tensor, *args: A
 def into_own_places(op: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """An expanded tensor is copied first, as in eager; then the op is kept. (In torch 2.11 it has, by its meta
     function, the strides of what it is of: elements in one place, of which one is stored to.)"""
-    overlaps = any(isinstance(s, int) and s == 0 and n != 1 for n, s in zip(x.shape, x.stride()))
+    overlaps = 0 not in x.shape and any(
+        isinstance(s, int) and s == 0 and n != 1 for n, s in zip(x.shape, x.stride())
+    )
     return op(x.clone(), *args, **kwargs) if overlaps else NotImplemented
 
 

@@ -84,3 +84,14 @@ def test_scattered_into_an_expanded_tensor(scatter: Any, monkeypatch: pytest.Mon
     got, want = torch.compile(fn, backend="reflib", options={"verify": True})(x), fn(x)
     torch.testing.assert_close(got, want)
     assert got[0].stride() == want[0].stride()
+
+
+def test_scattered_into_nothing_with_strides_of_zero() -> None:
+    """Its clone has strides of 0, too: it has no element that could be stored to twice."""
+    x = torch.empty(3, 1, 0, 1).as_strided((3, 1, 0, 1), (0, 0, 0, 0))
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x.select_scatter(x.select(1, 0) + 1, 1, 0)
+
+    torch._dynamo.reset()
+    assert torch.compile(fn, backend="reflib", dynamic=True)(x).shape == x.shape
