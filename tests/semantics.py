@@ -418,7 +418,8 @@ def test_compilations_in_threads(device: str) -> None:
         x = randn(5, 8, device=device)
         torch.testing.assert_close(f(x), (x * k).sum(-1) + k)
 
-    with ThreadPoolExecutor(3) as pool:
+    # Where one thread traces, torch 2.11 refuses another's call of a compiled function, which it need not compile then.
+    with torch._dynamo.config.patch(error_on_nested_fx_trace=False), ThreadPoolExecutor(3) as pool:
         list(pool.map(work, range(3)))
 
 
