@@ -28,6 +28,7 @@ def own_parts(table: Mapping[Any, Parts]) -> dict[Any, Parts]:
     nearests = get_decompositions([getattr(aten, name).default for name in NEAREST])
     unpools = {aten.max_unpool2d.default: 2, aten.max_unpool3d.default: 3}
     return {
+        **{op: partial(no_integers, table[op]) for op in overloads(*_NO_INTEGERS) if op in table},
         **{op: partial(max_unpool, dims) for op, dims in unpools.items()},
         **{op: partial(counted_wide, table[op]) for op in means},
         **{op: partial(linspace, table[op]) for op in overloads("linspace") if op in table},
@@ -49,6 +50,17 @@ _OF_TWO = (
     *(aten.heaviside.default, aten.logaddexp.default, aten.logaddexp2.default, aten.xlogy.Tensor),
     aten.special_xlog1py.default,
 )
+
+
+_NO_INTEGERS = (
+    *("_softmax", "_log_softmax", "_safe_softmax", "_softmax_backward_data", "_log_softmax_backward_data"),
+    *("glu", "frac", "binary_cross_entropy", "smooth_l1_loss", "huber_loss"),
+)
+
+
+def no_integers(parts: Parts, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Of integers the op is kept: eager has no kernel for them, and its call says so. (torch's parts compute.)"""
+    return parts(x, *args, **kwargs) if x.is_floating_point() or x.is_complex() else NotImplemented
 
 
 def laid_out(parts: Parts, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -121,9 +133,7 @@ def row_major(parts: Parts, order: Callable[..., Any], x: torch.Tensor, *args: A
 def into_own_places(op: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """An expanded tensor is copied first, as in eager; then the op is kept. (In torch 2.11 it has, by its meta
     function, the strides of what it is of: elements in one place, of which one is stored to.)"""
-    overlaps = 0 not in x.shape and any(
-        isinstance(s, int) and s == 0 and n != 1 for n, s in zip(x.shape, x.stride())
-    )
+    overlaps = 0 not in x.shape and any(isinstance(s, int) and s == 0 and n != 1 for n, s in zip(x.shape, x.stride()))
     return op(x.clone(), *args, **kwargs) if overlaps else NotImplemented
 
 

@@ -95,3 +95,20 @@ def test_scattered_into_nothing_with_strides_of_zero() -> None:
 
     torch._dynamo.reset()
     assert torch.compile(fn, backend="reflib", dynamic=True)(x).shape == x.shape
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: F.softmax(x, -1), lambda x: F.log_softmax(x, 0), lambda x: F.glu(x), torch.frac,
+        lambda x: F.smooth_l1_loss(x, x + 1), lambda x: F.huber_loss(x, x + 1),
+    ],
+)  # fmt: skip
+def test_of_integers_what_eager_refuses(fn: Any) -> None:
+    torch._dynamo.reset()
+    x = torch.arange(24).view(4, 6)
+    for f in (fn, torch.compile(fn, backend="reflib")):
+        with pytest.raises(Exception, match="not implemented for 'Long'"):
+            f(x)
+    y = x.float()
+    torch.testing.assert_close(torch.compile(fn, backend="reflib")(y), fn(y))
