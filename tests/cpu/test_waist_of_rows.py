@@ -39,3 +39,17 @@ def test_a_norm_of_channels_keeps_fewer_tensors(seed: int) -> None:
     with mock.patch.object(waist, "_cut", lambda work: set()):
         whole = fused(backward, args)
     assert kept(cut, n * c * s) < kept(whole, n * c * s)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_second_of_two_tensors_is_computed_from_the_first(seed: int) -> None:
+    """Two kernels read what a sum over all cannot be fused with: a tensor, and its negative."""
+    r, random_numbers = random.Random(seed), torch.Generator().manual_seed(seed)
+    n, c = r.randrange(40, 90), r.randrange(30, 60)
+
+    def fn(x, y, g):
+        e = g * (x - y).exp() * torch.sin(x)
+        return e + (x == y) * (-e).sum()
+
+    args = [torch.randn(n, c, generator=random_numbers) for _ in range(3)]
+    assert kept(fused(lambda *a: (fn(*a),), args), n * c) <= 1
