@@ -89,7 +89,6 @@ PLUGS: dict[str, dict[str, str]] = {
         "creation": "lower.creation",
         "grouped_matmul": "lower.grouped_matmul",
         "im2col": "lower.im2col",
-        "index_put": "lower.index_put",
         "interpolation": "lower.interpolation",
         "flex_attention": "lower.flex_attention",
         "float8": "lower.float8",
@@ -199,7 +198,6 @@ PLUGS: dict[str, dict[str, str]] = {
         "numeric": "generate.triton_numeric",
         "one_pass": "generate.triton_one_pass",
         "one_order": "generate.triton_one_order",
-        "random": "generate.triton_random",
         "scans": "generate.triton_scans",
     },
     "generate.SCANS": {"declare": "generate.triton_scans:declare", "scan": "generate.triton_scans:scan"},
@@ -210,9 +208,9 @@ PLUGS: dict[str, dict[str, str]] = {
     "plan.STEPS": {"Region": "plan.regions:region_steps"},
     "wrap.STEPS": {
         "Call": "wrap.checks:call_in_python",
-        "Repeat": "wrap.regions:repeat_in_python",
-        "Arena": "wrap.arena:arena_in_python",
-        "Take": "wrap.taken:take_in_python",
+        "Repeat": "wrap.steps:repeat_in_python",
+        "Arena": "wrap.steps:arena_in_python",
+        "Take": "wrap.steps:take_in_python",
         "check_nan": "wrap.bad_values:check_in_python",
     },
     "wrap.BINDERS": {"triton": "wrap.build:bind", "cpp": "wrap.build:bind"},
@@ -222,7 +220,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "outside": "wrap.checks:outside", "expect_sizes": "wrap.checks:expect_sizes",
         "check_nan": "wrap.bad_values:check_nan", "expect_own": "wrap.checks:expect_own",
         "expect_count": "wrap.checks:expect_count",
-        "references": "wrap.taken:references", "UNSHARED": "wrap.taken:UNSHARED", "owned": "wrap.taken:owned",
+        "references": "wrap.steps:references", "UNSHARED": "wrap.steps:UNSHARED", "owned": "wrap.steps:owned",
     },
 }
 

@@ -25,11 +25,10 @@ from reflib.logs import get as logger
 from .body import nest, where
 from .context import LoweringContext
 from .extern import used_results
-from .lower import Lowering
+from .lower import Lowering, remove_unused
 from .rules import RULES, Unsupported
 from .subgraph import Refused, _constant, _inside, _written, assumptions, put_instead
 from .symbols import Symbols
-from .unused import remove_unused
 
 aten = torch.ops.aten
 Values = Sequence[Any]

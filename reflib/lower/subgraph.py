@@ -35,9 +35,8 @@ from .body import nest
 from .context import LoweringContext
 from .decompositions import decompositions
 from .extern import has_effect
-from .lower import Lowering
+from .lower import Lowering, remove_unused
 from .rules import Unsupported
-from .unused import remove_unused
 
 aten = torch.ops.aten
 _ALONE = RLock()
