@@ -43,7 +43,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "clones": "capture.clones:without_clones",
         "saved_positions": "capture.saved_positions:saved_positions",
         "slice_sums": "capture.slice_sums:slice_sums",
-        "joint_sums": "capture.joint_sums:joint_sums",
+        "joint_sums": "capture.slice_sums:joint_sums",
         "rounded_parts": "capture.rounded_parts:rounded_parts",
         "returned": "capture.returned:views_of_inputs",
         "written": "capture.saved:save_before_written",

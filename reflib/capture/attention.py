@@ -75,10 +75,10 @@ from .attention_call import (
     named,
     positional,
     replace_by_call,
-    value,
     writes,
 )
 from .mask_values import hides_rows
+from .storages import value
 
 ADD, MUL = ("add", "iadd"), ("mul", "imul", "multiply")
 SUB, DIV = ("sub", "isub", "subtract"), ("div", "truediv", "itruediv", "divide", "true_divide")
