@@ -138,9 +138,7 @@ def _symbol_value(size: Expr, symbol: Sym, value: int) -> int:
     return max(1, symbol.lo, (value - zero) // max(1, one - zero))
 
 
-def merged(
-    winners: Sequence[Variant], ranges: Sequence[Range], dispatch: Ranges | None
-) -> list[tuple[Variant, Range]]:
+def merged(winners: Sequence[Variant], ranges: Sequence[Range], dispatch: Ranges | None) -> list[tuple[Variant, Range]]:
     """(winner, range): neighbouring ranges with one winner become one range; of two sizes, those of the second do in
     each range of the first, and then ranges of the first that are divided in the same way."""
     second = inner_of(dispatch)

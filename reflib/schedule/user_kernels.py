@@ -41,9 +41,7 @@ def variants(name: str, x: Extern, buffers: dict[str, Buffer], target: Target) -
     ways.append(("fallback", replace(config, index="int64"), ()))
     space = _scratch(name, x, buffers)
     names = (name if i == 0 else f"{name}_{way}" for i, (way, _, _) in enumerate(ways))
-    return tuple(
-        Variant(way, (KernelNode(n, (x,), c, space),), facts) for n, (way, c, facts) in zip(names, ways)
-    )
+    return tuple(Variant(way, (KernelNode(n, (x,), c, space),), facts) for n, (way, c, facts) in zip(names, ways))
 
 
 def _scratch(name: str, x: Extern, buffers: dict[str, Buffer]) -> tuple[Buffer, ...]:
