@@ -53,8 +53,7 @@ def inner_of(ranges: Ranges | None) -> Ranges | None:
 
 
 def ranges_of(choice: Choice) -> list[Range]:
-    """The ranges that a call may reach, in ascending order; one, at the traced sizes, where there is nothing to
-    dispatch on."""
+    """The ranges that a call may reach, in ascending order; one, as traced, where nothing is dispatched on."""
     found, second = _ranges_of(choice.ranges), inner_of(choice.ranges)
     if second is None:
         return found

@@ -230,8 +230,7 @@ def multiplying(p: Problem, target: Target) -> float:
 
 
 def work(p: Problem, t: Tiling, target: Target) -> float:
-    """Instructions of a step's threads that compute operands. Warps side by side along the other operand each compute
-    the same for mma.sync."""
+    """Instructions of a step's threads that compute operands. For mma.sync, warps side by side compute the same."""
     mine, other = (t.n, t.m) if "b" in p.computed else (t.m, t.n)
     direct = mine <= ACROSS * t.num_warps
     each = WORK if direct or grouped(p, t, target) and not t.turned else THROUGH

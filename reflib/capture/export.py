@@ -365,8 +365,7 @@ def _tidy(module: torch.fx.GraphModule, signature: Any) -> None:
 
 
 def _drop_unused(module: torch.fx.GraphModule, signature: Any, state: dict[str, torch.Tensor]) -> None:
-    """A weight that no call reads or writes is no input: it need not be stored. (One that is read by another name
-    costs nothing, and stays.)"""
+    """A weight that no call reads or writes is no input, and need not be stored. (One read by another name stays.)"""
     nodes = {n.name: n for n in module.graph.nodes if n.op == "placeholder"}
     weights = [s for s in signature.input_specs if s.target in state]
     used = {id(state[s.target]) for s in weights if nodes[s.arg.name].users}

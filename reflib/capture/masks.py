@@ -72,8 +72,7 @@ def _simplified(memo: dict[Node, str], exact: bool, graph: torch.fx.Graph, node:
 
 
 def _unweighted(q: Node) -> Node:
-    """The queries without a factor per row that is 1 in all (``attention_call.masked`` makes it for rows in which every
-    key is masked)."""
+    """The queries without a factor per row that is 1 in all (see ``attention_call.masked``: wholly masked rows)."""
     x, by = (q.args[0], q.args[1]) if named(q) == "mul" else (None, None)
     if not isinstance(x, Node) or not isinstance(by, Node) or (weight := computed(by)) is None:
         return q

@@ -48,8 +48,7 @@ _VIEWS = {aten.view.default, aten.reshape.default, aten.squeeze.dims, aten.squee
 
 @dataclass(frozen=True)
 class Slice:
-    """The sum of ``values`` lies at ``range(low, high)`` of dimension ``dim``, or is one row of it (``row``); all else
-    is zero."""
+    """All zero but for the sum of ``values`` at ``range(low, high)`` of ``dim``, or in one row of it (``row``)."""
 
     values: tuple[Node, ...]
     dim: int

@@ -55,8 +55,7 @@ class _Tiling:
 
 @dataclass(frozen=True)
 class _Grouped:
-    """One call. ``ragged``: the dimension that is divided. ``strides``: of a, b and the result, as (group, row,
-    column)."""
+    """One call. ``ragged``: the dimension that is divided. ``strides``: of a, b, result, as (group, row, column)."""
 
     ragged: str
     groups: Expr

@@ -83,8 +83,7 @@ def padded_sizes(cx: LoweringContext, a: View, b: View, bias: View | None) -> Si
 
 
 def in_place(cx: LoweringContext, a: View, b: View, sizes: Sizes) -> Tiling | None:
-    """For a product that ``padded_sizes`` has ``sizes`` for: how our own kernel writes its result; None if it had
-    better be padded."""
+    """For a product with ``padded_sizes``: how our own kernel writes its result; None if it had better be padded."""
     step, named = BYTES // a.dtype.itemsize, cx.low.options.target
     rows_alone = len(a.shape) == 2 and math.gcd(step, *_multiples(a), *_multiples(b)) == step
     narrow = sizes[0] < IN_PLACE.m or 2 * sizes[1] < IN_PLACE.n

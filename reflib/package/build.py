@@ -53,8 +53,7 @@ _SILENT = ("compile_threads", "isolate", "tuning_seconds", "tuning_idle_seconds"
 
 @dataclass(frozen=True)
 class Planned:
-    """A variant before anything is compiled. ``arch``: its name; ``here``: it may use all features of this machine's
-    CPU."""
+    """A variant before compilation. ``arch``: its name; ``here``: it may use all features of this machine's CPU."""
 
     arch: str
     target: Target

@@ -244,8 +244,7 @@ def _index_facts(traffic: list[Traffic], buffers: dict[str, Buffer]) -> tuple[As
 
 
 def limit_facts(sizes: list[Expr]) -> tuple[Assume, ...] | None:
-    """The facts by which each of ``sizes`` fits 32-bit indices, without those that can be proved; None when one does
-    not fit."""
+    """The facts by which ``sizes`` fit 32-bit indices, without those that are proved; None when one does not fit."""
     open_: list[Expr] = []
     for e in dict.fromkeys(sizes):
         top = max_value(e)

@@ -43,8 +43,7 @@ SKIP, READ, WRITTEN = b"-rw"
 def eager_for_unusual(
     call: Callable[..., Any], what: Any, inputs: Sequence[Any], options: Options
 ) -> Callable[..., Any]:
-    """``call`` with the checks. ``what``: Dynamo's graph, whose callable it is, for ``inputs``; or a backward graph's
-    Stages."""
+    """``call`` with the checks. ``what``: Dynamo's graph, called with ``inputs``; or a backward graph's Stages."""
     if options.target is not None:
         return call
     if isinstance(what, torch.fx.GraphModule):
