@@ -81,7 +81,6 @@ PLUGS: dict[str, dict[str, str]] = {
     "lower.MODULES": {
         "accumulate": "lower.accumulate",
         "activations": "lower.activations",
-        "checkpoint": "lower.checkpoint",
         "collectives": "ranks.collectives",
         "symmetric": "ranks.reduce",
         "control_flow": "lower.control_flow",

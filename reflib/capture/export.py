@@ -48,12 +48,10 @@ from ..target import Target
 from .advice import explained, first_lines, users_frames
 from .attention_there import attention_of_gpu
 from .copies import deep_copied
-from .exported import Rewrite, exported_graph
+from .exported import Rewrite, exported_graph, in_training, retargeted
 from .graph import Graph
 from .launch_checks import exported_with_launches
-from .retarget import retargeted
 from .sharded import layouts_are_constants, plain_name
-from .training import in_training
 from .triton_there import triton_of_gpu
 
 aten = torch.ops.aten
