@@ -15,9 +15,9 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
-from ..ir.decision import key_of
+from ..ir.decision import Key
 from ..ir.expr import Expr, Sym, expr
-from ..ir.program import Assume, Choice, Ranges, Variant
+from ..ir.program import Assume, Choice, Ranges, Template, Variant
 from ..logs import get as logger
 
 
@@ -50,6 +50,12 @@ class Range:
 
 def inner_of(ranges: Ranges | None) -> Ranges | None:
     return ranges.inner if ranges is not None else None
+
+
+def key_of(a: Variant) -> Key:
+    """The key follows from the nodes: the name alone, or with the tiling that the Template was given."""
+    t = next((n for n in a.nodes if isinstance(n, Template) and n.tiling is not None), None)
+    return Key(a.name) if t is None else Key(a.name, t.tiling, t.closed)
 
 
 def ranges_of(choice: Choice) -> list[Range]:

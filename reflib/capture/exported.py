@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from ..errors import CaptureError
 from .advice import first_lines
 from .copies import copied
-from .graph import Graph, ranges_of
+from .graph import Graph
 from .launch_checks import check_kept
 from .returned import views_back
 from .storages import counted_from, reaches_beyond
@@ -120,6 +120,17 @@ def _shape_env(program: Any) -> Any:
             if isinstance(s, torch.SymInt):
                 return s.node.shape_env
     return None
+
+
+def ranges_of(exported: Any) -> dict[str, tuple[int, int | None]]:
+    """What an ExportedProgram promises of its symbols: (least, most or None) by name. (A ShapeEnv says 2 or more of
+    every size that varies; torch.export takes 0 and 1 back in.)"""
+    return {str(s): _limits(r) for s, r in exported.range_constraints.items() if s.is_integer}
+
+
+def _limits(r: Any) -> tuple[int, int | None]:
+    least = int(r.lower) if r.lower > -(2**63) else -(2**63)  # (PyTorch says that its own infinity is finite)
+    return least, int(r.upper) if r.upper.is_finite and r.upper < 2**62 else None
 
 
 def _of_two_or_more(e: Any) -> bool:

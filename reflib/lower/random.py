@@ -1,7 +1,7 @@
 """Random ops.
 
-``reflib::random`` is a loop nest: arithmetic on the words of ``ir/random``. ``capture/random`` says where it comes from,
-and which numbers these are.
+``reflib::random`` is a loop nest: arithmetic on the words of ``ir/random``. ``capture/random`` says where it comes
+from, and which numbers these are.
 
 Those in what ``torch.utils.checkpoint`` wraps are called again in the backward, with the random state of the forward.
 The partitioner writes these higher-order calls when forward and backward are apart, without the fake tensors that other
