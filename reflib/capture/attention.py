@@ -75,10 +75,10 @@ from .attention_call import (
     named,
     positional,
     replace_by_call,
-    value,
     writes,
 )
 from .mask_values import hides_rows
+from .storages import value
 
 ADD, MUL = ("add", "iadd"), ("mul", "imul", "multiply")
 SUB, DIV = ("sub", "isub", "subtract"), ("div", "truediv", "itruediv", "divide", "true_divide")
@@ -176,8 +176,7 @@ def _ancestors(node: Node, depth: int = 10) -> Iterator[Node]:
 
 
 def _read_results(graph: torch.fx.Graph, softmax: Node) -> None:
-    """``s.masked_fill_(m, c); softmax(s)``: a call in place returns what it wrote to, so later calls may as well read
-    its result."""
+    """``s.masked_fill_(m, c); softmax(s)``: a call in place returns what it wrote to; its result may be read."""
     for node in graph.nodes:
         if node is softmax:
             break

@@ -16,6 +16,8 @@ from torch.fx.node import map_arg
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .storages import value
+
 MASKS = -1e4  # a score so low, or lower, has no weight beside any other
 ABSORBS = -1e30  # no score changes a number so low, or lower
 HIDES = {torch.float16: -6e4}  # where none is so low: what a score changes by its last digits at most
@@ -44,11 +46,6 @@ _OPERANDS = dict.fromkeys(_TWO.split(), ("input", "other")) | {
     "masked_fill": ("input", "mask", "value"), "softmax": ("input", "dim"), "dropout": ("input", "p"),
 }  # fmt: skip
 _OF_METHODS = {"where": ("self", "condition", "other")}
-
-
-def value(node: Any) -> Any:
-    """A fake tensor, a symbolic number, or what ``node`` is if it is no node."""
-    return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else node
 
 
 def named(node: Any) -> str:

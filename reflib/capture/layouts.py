@@ -390,8 +390,7 @@ def _restore(graph: torch.fx.Graph, output: Node, changed: set[Node]) -> int:
 
 
 def _copied(graph: torch.fx.Graph, node: Node, before: Node, like: torch.Tensor) -> Node:
-    """A copy of ``node`` with the strides of ``like``: contiguous in the order of its dimensions. Raises _Refused if
-    ``like`` has gaps."""
+    """A copy of ``node`` with the strides of ``like``, a dense tensor. Raises _Refused if ``like`` has gaps."""
     order = sorted(range(like.dim()), key=lambda d: -like.stride(d) if like.shape[d] != 1 else -like.numel())
     back = [order.index(d) for d in range(like.dim())]
     with graph.inserting_before(before):

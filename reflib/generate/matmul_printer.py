@@ -268,8 +268,7 @@ class MatmulPrinter:
         return f"({' + '.join(parts)})"
 
     def cast(self, v: View, text: str) -> str:
-        """The prologue: the dtype that was read to the one that is multiplied; from half to the other half through
-        float32."""
+        """The prologue: from the dtype that is read to the one that is multiplied; between halves through float32."""
         return self.convert(text, v.dtype, self.template.dtype)
 
     def convert(self, text: str, source: torch.dtype, dtype: torch.dtype) -> str:
