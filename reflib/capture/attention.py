@@ -16,7 +16,7 @@ left alone.
 fill of masked scores, a cast or a view that splits or merges batch and heads; down to the second there are casts,
 views and dropout that does nothing. Whatever else is on the way, or another use of scores or probabilities, is a reason
 to leave it alone: ``REFLIB_LOGS=attention`` prints it. How q, k and v were made does not matter: what is multiplied is
-what is passed, k transposed back. Of more than four dimensions (windows of heads) all before the last three are one batch.
+what is passed, k transposed back. Of more than four dimensions all before the last three are one batch.
 
 **When it is exact enough.** Scores are scaled, summed and exponentiated in float32 or wider, so results are as exact
 as eager's or more. What needs care is rows in which every key is masked (``attention_call.attend``):
