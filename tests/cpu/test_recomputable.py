@@ -131,3 +131,36 @@ def test_the_gradient_of_a_maximum_compares_in_the_forward() -> None:
     e = reflib.explain(nearest, x, torch.randn(6, 3, dtype=torch.bfloat16, requires_grad=True))
     assert e.backward is not None
     assert "aten.eq.Tensor" in str(e.graph) and "aten.eq.Tensor" not in str(e.backward.graph)
+
+
+def test_an_input_is_not_saved_in_a_wider_dtype() -> None:
+    """Nor where it is compared with its own maximum: widened again it is the same."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        z = x.float()
+        e = (z - z.amax(-1, keepdim=True)).exp()
+        return e / (e.sum(-1, keepdim=True) + 1e-6) * z.amax(-1, keepdim=True)
+
+    x = torch.randn(RNG.randint(50, 99), RNG.randint(100, 300), dtype=torch.bfloat16, requires_grad=True)
+    forward = reflib.explain(fn, x, target="sm_90").graphs[0].scheduled
+    kept = [o.buffer for o in forward.outputs[1:] if o.buffer not in forward.inputs]
+    assert all(forward.buffers[b].numel.hint() == x.shape[0] for b in kept)
+    for got, want in zip(gradients(reflib.compile(fn), (x,)), gradients(fn, (x,)), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_position_that_a_number_was_rounded_to_is_saved_once() -> None:
+    """Narrow, whatever the backward makes of it: computed again it might be the one beside it."""
+
+    def fn(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        left = (t.sigmoid() * (x.shape[1] - 1.1)).long()
+        there = x.gather(1, left[:, None])[:, 0] * (left + 1 - t)
+        return there + x.gather(1, left[:, None] + 1)[:, 0] * (t - left)
+
+    rows, columns = RNG.randint(50, 200), RNG.randint(20, 90)
+    x, t = torch.randn(rows, columns, requires_grad=True), torch.randn(rows, requires_grad=True)
+    forward = reflib.explain(fn, x, t, target="sm_90").graphs[0].scheduled
+    saved = [forward.buffers[o.buffer].dtype for o in forward.outputs[1:]]
+    assert [d for d in saved if not d.is_floating_point] == [torch.int16]
+    for got, want in zip(gradients(reflib.compile(fn), (x, t)), gradients(fn, (x, t)), strict=True):
+        torch.testing.assert_close(got, want)
