@@ -30,12 +30,14 @@ def row_tilings(t: Template, p: Problem, target: Target) -> Iterator[Tiling]:
     rows, each = 1 << (m - 1).bit_length(), EACH if m == 1 else EACH // 2
     for elements, stages in ((each, STAGES), (each, 1), (each // 2, STAGES), (2 * each, STAGES)):
         block, depth = WARPS * LANES * elements, LANES * 8 * p.denser()
-        while depth > 64 and (k % depth or depth >= 2 * k):
+        if k % depth and k % (depth // 2) == 0:
+            depth //= 2  # else the last block has less than its depth
+        while depth >= 2 * k and depth > LANES:
             depth //= 2
         width = max(1, block // depth)
         while width > 1 and p.sizes[0] * -(-n // width) < 2 * target.units:
             width //= 2
-            depth *= 2 if k % (2 * depth) == 0 else 1
+            depth *= 2 if 4 * depth <= k else 1
         yield Tiling("rows", rows, width, depth, WARPS, stages)
 
 
