@@ -21,6 +21,7 @@ from ..options import Options
 from ..schedule.heuristics import limit_facts
 from ..target import Target
 from .epilogue import Epilogue
+from .few_rows import row_tilings
 from .roofline import (
     FP8,
     HALVES,
@@ -99,7 +100,7 @@ def can_multiply(t: Template, target: Target) -> bool:
 @functools.lru_cache(maxsize=512)  # a choice is expanded when its question is sent, and again when it is decided
 def _ranked(t: Template, target: Target, moved: int = 0) -> tuple[Tiling, ...]:
     p = replace(problem(t), moved=moved)
-    first = [c for c in known(p, target) if fits(p, c, target)][:FIRST]
+    first = [*row_tilings(t, p, target), *(c for c in known(p, target) if fits(p, c, target))][:FIRST]
     ranked: list[tuple[Tiling, float]] = []
     for made in (_tiled(p, target), all_splits(p, target), _walking(t, p, target)):
         ranked += _varied(p, (c for c in made if fits(p, c, target) and c not in first), target)
