@@ -27,7 +27,7 @@ def print_rows(p: MatmulPrinter) -> Expr:
     p.span()
     p.put(f"k = tl.arange(0, KBLOCK){p.wide}")
     loop, ragged = blocks(p.k, p.tiling.k) != 1, p.k.constant is None or p.k.constant % p.tiling.k != 0
-    for name, computed in p.computed.items():
+    for computed in p.computed.values():
         computed.before(ragged)
     a = _pointers(p, rows)
     for i in range(rows):
@@ -38,9 +38,11 @@ def print_rows(p: MatmulPrinter) -> Expr:
     limit = f"{p.size(p.k)} - k0" if loop else p.size(p.k)
     p.put(f"b = {_operand(p, 'b', loop, limit, ragged)}.to(tl.float32)")
     for i in range(rows):
-        text = f"{p.computed['a'].inside(loop)}.T" if "a" in p.computed else p.cast(
-            p.views["a"], load(a[i], [f"k[:, None] < {limit}"] if ragged else [], p.views["a"].dtype)
-        )
+        if "a" in p.computed:
+            text = f"{p.computed['a'].inside(loop)}.T"
+        else:
+            v, masks = p.views["a"], [f"k[:, None] < {limit}"] if ragged else []
+            text = p.cast(v, load(a[i], masks, v.dtype))
         p.put(f"acc{i} += {text}.to(tl.float32) * b")
     if loop:
         for name, view in p.views.items():
