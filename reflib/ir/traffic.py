@@ -175,7 +175,8 @@ def rows_looked_up(order: Sequence[Axis], moved: Sequence[Access]) -> tuple[Axis
     """(x, y) when rows, contiguous in the innermost axis x, are looked up, or added to, at values that vary with y and
     not with x. Triton sees neighbours where a block has one position per row: it moves pieces of 16 bytes then."""
     *outer, x = order
-    rows = [a for a in moved if a.loaded and a.index.coefficient(x.var) == 1 and not any(e.has(x.var) for e in a.loaded)]
+    looked_up = [a for a in moved if a.loaded and a.index.coefficient(x.var) == 1]
+    rows = [a for a in looked_up if not any(e.has(x.var) for e in a.loaded)]
     picks = [y for y in outer if any(e.has(y.var) for a in rows for e in a.loaded)]
     return (x, picks[-1]) if picks and (x.size.constant or 1) % PIECE == 0 else None
 
