@@ -20,9 +20,9 @@ def adagrad(state: torch.Tensor, table: torch.Tensor, i: torch.Tensor, grad: tor
 @pytest.mark.parametrize("seed", range(4))
 def test_what_a_row_is_reduced_to_is_added_in_its_kernel(seed: int) -> None:
     r = random.Random(seed)
-    rows, columns, more = (r.randint(1, 12) for _ in range(3))
-    table, i = torch.randn(rows + 50, columns + 1), torch.randint(0, rows + 50, (30 + more,))
-    given = torch.rand(rows + 50), table, i, torch.randn(len(i), columns + 1)
+    rows, columns, more = (r.randint(8, 20) for _ in range(3))  # (of fewer columns the number per row is stored)
+    table, i = torch.randn(rows + 50, columns), torch.randint(0, rows + 50, (30 + more,))
+    given = torch.rand(rows + 50), table, i, torch.randn(len(i), columns)
     f = fused(adagrad, *given, symbolic=r.random() < 0.5)
     reduced, each = adding(f)
     assert reduced.reduced and not each.reduced and len(kernels(f)) == 4  # two are copies
