@@ -77,8 +77,8 @@ def _padded(p: Value, size: Expr, padding: int, align: bool) -> Value:
 
 
 def _element(k: NestBuilder, x: View, at: Sequence[Value], compute: Any, weight: Value | None = None) -> Value:
-    """``x`` at whole positions, times ``weight``; 0 outside, and where a position is NaN (as in
-    eager on CUDA; on a CPU that is NaN or 0)."""
+    """``x`` at whole positions, times ``weight``; 0 outside, and where a position is NaN. But eager's kernel for images
+    on a CPU multiplies 0 by the weight there, which is NaN then."""
     inside: Value | None = None
     for p, size in zip(at, x.shape[2:]):
         inside = both(inside, (p >= 0) & (p < size))
@@ -86,4 +86,5 @@ def _element(k: NestBuilder, x: View, at: Sequence[Value], compute: Any, weight:
     whole = [where(inside, p, 0).to(torch.int64) for p in at]
     coords = [k.indirect(w, size) for w, size in zip(whole, x.shape[2:])]
     value = k.load(x, [*k.coords[:2], *coords], inside).to(compute)
-    return value if weight is None else where(inside, value * weight, 0)
+    always = len(at) == 2 and not k.cx.on_gpu
+    return value if weight is None else value * weight if always else where(inside, value * weight, 0)

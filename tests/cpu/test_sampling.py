@@ -38,3 +38,11 @@ def test_trained_and_fused() -> None:
     x, g = torch.randn(2, 3, 5, 7, requires_grad=True), grid(2, torch.float32).requires_grad_()
     compiled = compare(lambda x, g: F.grid_sample(x * 2, g.tanh(), align_corners=False).relu(), x, g, backward=True)
     assert [str(e.target) for e in compiled.externs] == ["aten.grid_sampler_2d_backward.default"]
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "nearest"])
+def test_positions_that_are_no_numbers(mode: str) -> None:
+    """Eager's kernel for images on a CPU gives NaN there where it interpolates."""
+    x, g = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(1)), grid(2, torch.float32)
+    g[0, 1, 2, 0], g[1, 0, 0, 1], g[1, 2, 3, 0] = float("nan"), float("inf"), float("-inf")
+    compare(lambda x, g: F.grid_sample(x, g, mode=mode, align_corners=False), x, g)
