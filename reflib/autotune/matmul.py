@@ -21,7 +21,7 @@ from ..options import Options
 from ..schedule.heuristics import limit_facts
 from ..target import Target
 from .epilogue import Epilogue
-from .few_rows import row_tilings
+from .one_row import row_tilings
 from .roofline import (
     FP8,
     HALVES,

@@ -2,7 +2,7 @@
 tiling, and is printed by ``cpp_product``.)
 
 Four kinds (``ir.program.Tiling``): ``tiled`` is printed here, ``split`` by ``matmul_split``, ``persistent`` by
-``matmul_persistent``, ``rows`` by ``matmul_rows``, all with the parts in ``matmul_printer``.
+``matmul_persistent``, ``row`` by ``matmul_row``, all with the parts in ``matmul_printer``.
 """
 
 from collections.abc import Collection
@@ -15,7 +15,7 @@ from .cpp_product import print_product
 from .kernel import Kernel
 from .matmul_persistent import print_persistent
 from .matmul_printer import MatmulPrinter
-from .matmul_rows import print_rows
+from .matmul_row import print_row
 from .matmul_split import print_split
 
 
@@ -46,4 +46,4 @@ def print_tiled(p: MatmulPrinter) -> Expr:
     return p.tiles
 
 
-KINDS = {"tiled": print_tiled, "persistent": print_persistent, "split": print_split, "rows": print_rows}
+KINDS = {"tiled": print_tiled, "persistent": print_persistent, "split": print_split, "row": print_row}

@@ -299,7 +299,7 @@ def _check(name: str, t: Tiling) -> None:
     for what, value in powers.items():
         if value & (value - 1) or value < (what != "reducers"):
             raise GenerateError(f"{name}: the tiling's {what} is {value}; it must be a power of two")
-    if t.kind != "rows" and min(t.m, t.n, t.k // t.warps_k) < 16:
+    if t.kind != "row" and min(t.m, t.n, t.k // t.warps_k) < 16:
         raise GenerateError(f"{name}: a tiling of {t}; blocks must be at least 16 (per share of k as well)")
     if t.turned and (t.kind == "persistent" or t.warps_k != 1):
         raise GenerateError(f"{name}: a tiling of {t}; only tiled and split ones that share no k can be turned")
