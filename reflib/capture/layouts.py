@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
+from torch._prims_common import suggest_memory_format
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
@@ -364,6 +365,8 @@ def _run(node: Node, known: dict[Any, Any] | None = None) -> Any:
         shape, strides, dtype, device = known[key]
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
     made = node.target(*args, **kwargs)  # type: ignore[operator]
+    if node.target is aten.convolution.default and made.is_cuda and LAST in map(suggest_memory_format, args[:2]):
+        made = made.contiguous(memory_format=LAST)  # as cuDNN has it; a build without it says otherwise
     if known is not None and type(made) is FakeTensor and not getattr(node.target, "is_view", True):
         known[key] = _looks(made)
     return made

@@ -217,8 +217,7 @@ def explain(
         tensors without numbers, and then, if that does not do, once more with ``args``.
     dynamic: as in ``torch.compile``.   options: fields of :class:`reflib.Options`; ``target="sm_90"`` shows a GPU's
         code on any machine. Then only sizes, strides and dtypes of the arguments matter: nothing is computed, unless
-        ``f`` needs numbers or has tensors of its own. They seem to lie on the target's device, so that branches on it
-        are that device's; but where gradients are required and no GPU is here, on their own (PyTorch's autograd).
+        ``f`` needs numbers or has tensors of its own.
 
     Raises OptionError for a bad option, ReflibError if no tensor operation was captured; for a target ToolchainError
     for a Triton kernel of the user's that Triton refuses, DeviceError for one that needs more shared memory than the
@@ -310,7 +309,7 @@ def _graphs_of_fakes(
     assert options.target is not None
     target = parse_target(options.target)
     gpu = target if target.is_gpu else None
-    for there in (True, False) if gpu else (False,):  # as packages do; else on their own devices
+    for there in (False, True) if gpu else (False,):  # a function may ask for a GPU itself
         try:
             with with_fakes(fn, (args, kwargs), gpu, there) as (mode, fake_fn, (fake_args, fake_kwargs)):
 
