@@ -58,8 +58,8 @@ def test_a_floor_is_bytes_operations_or_the_device_alone() -> None:
     assert standing.ceilings(ROOT, [], "nowhere") is None
 
 
-# A chapter with a large win and no kernels: it times the host's part of a call.
-NO_KERNELS = {"measuring"}
+# Chapters with a large win and no kernels: one times the host's part of a call, the other programs of other processes.
+NO_KERNELS = {"measuring", "input-ranges"}
 
 
 def test_a_large_win_over_torchinductor_shows_both_kernels() -> None:
