@@ -43,7 +43,7 @@ __all__ = [
     "worth_compiling",
 ]  # fmt: skip
 
-FIRST = 8  # split tilings that were measured to be good, before all that the model ranks
+FIRST = 8  # tilings of one row, and split ones that were measured to be good, before all that the model ranks
 MOST = 12  # candidates of a product: each takes 0.2 to 1 s to compile
 LEAST = 4  # of each kind that is near
 NEAR = {"tiled": 2.5, "persistent": 2.5, "split": 1.25}  # times the best estimate: a kind that is near

@@ -365,8 +365,9 @@ def _run(node: Node, known: dict[Any, Any] | None = None) -> Any:
         shape, strides, dtype, device = known[key]
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
     made = node.target(*args, **kwargs)  # type: ignore[operator]
-    if node.target is aten.convolution.default and made.is_cuda and LAST in map(suggest_memory_format, args[:2]):
-        made = made.contiguous(memory_format=LAST)  # as cuDNN has it; a build without it says otherwise
+    as_if = node.target is aten.convolution.default and made.is_cuda and not torch.backends.cudnn.is_available()
+    if as_if and LAST in map(suggest_memory_format, args[:2]):
+        made = made.contiguous(memory_format=LAST)  # as cuDNN has it, which this build does not know
     if known is not None and type(made) is FakeTensor and not getattr(node.target, "is_view", True):
         known[key] = _looks(made)
     return made

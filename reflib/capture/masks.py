@@ -122,7 +122,7 @@ def _dense(graph: torch.fx.Graph, mask: Node) -> Node:
 
 # -- what a mask says -------------------------------------------------------------------------------
 def _meaning(mask: Node, rows: Any, columns: Any) -> str:
-    """ "all", "causal", or "" for another mask, or one that is not known here."""
+    """What the mask is: "all", "causal", or "" for another one, or one that is not known here."""
     if not isinstance(rows, int) or not isinstance(columns, int) or (found := computed(mask)) is None:
         return ""
     allowed = found

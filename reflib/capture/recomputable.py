@@ -13,7 +13,6 @@ decompositions leave, which reflib lowers as they are.
 One value is not computed again though it could be: that of which the gradient of a maximum asks where it is equal to
 the maximum (``_met``). Two kernels may round what leads to it at different places, and then it is equal nowhere: the
 gradient, divided by how often it is, would be NaN. The forward has both in one kernel, and saves a bit per element.
-Nor is a position that a number was rounded to (``chosen``): the gradient would be added at the one beside it.
 
 NB: TorchInductor takes torch's list.
 """
@@ -41,8 +40,6 @@ WINDOWS = tuple(  # kernels of ours, which compute what they read
     for name, kind in (("max_", "_with_indices"), ("avg_", ""), ("adaptive_max_", ""), ("_adaptive_avg_", ""))
     for n in (2, 3)
 )
-WRITES = (aten.scatter, aten.scatter_add, aten.select_scatter, aten.slice_scatter)  # also such
-PLACES = (aten.gather, aten.index_select, aten.scatter, aten.scatter_add)  # (tensor, dimension, positions, ...)
 SAME = (aten.view, aten.expand, aten.unsqueeze, aten.squeeze, aten.permute, aten.alias, *VIEWS)
 EXTREMES = (aten.amax, aten.amin, aten.max, aten.min)
 FEW = 4  # tensors of a concatenation
@@ -58,7 +55,7 @@ class Ops(partitioners.OpTypes):
         return _short_cat(node) or super().is_fusible(node) and not _biased(node)
 
     def is_recomputable(self, node: torch.fx.Node) -> bool:
-        return _short_cat(node) or super().is_recomputable(node) and not (_biased(node) or _met(node) or chosen(node))
+        return _short_cat(node) or super().is_recomputable(node) and not _biased(node) and not _met(node)
 
     def is_view(self, node: torch.fx.Node) -> bool:
         return super().is_view(node) and not _biased(node)
@@ -100,24 +97,6 @@ def _widened(node: torch.fx.Node) -> bool:
     return before.is_floating_point and torch.promote_types(before, after) == after
 
 
-def chosen(node: torch.fx.Node) -> list[int]:
-    """Is it a number rounded to a position along a dimension? The sizes of those where it is one."""
-    if node.target is not aten._to_copy.default or node.meta["val"].dtype not in (torch.int32, torch.int64):
-        return []
-    if not node.args[0].meta["val"].dtype.is_floating_point:  # type: ignore[union-attr]
-        return []
-    seen, todo, found = {node}, [node], list[int]()
-    for each in todo:
-        for user in each.users:
-            if get_aten_target(user) in PLACES and len(user.args) > 2 and user.args[2] is each:
-                shape = user.args[0].meta["val"].shape  # type: ignore[union-attr]
-                found += [shape[user.args[1]]] if shape else []
-            elif get_aten_target(user) in (*SAME, aten._to_copy) and user not in seen:
-                seen.add(user)
-                todo.append(user)
-    return found
-
-
 def _extreme(value: Any) -> bool:
     while isinstance(value, torch.fx.Node) and get_aten_target(value) in SAME:
         value = value.args[0]
@@ -136,7 +115,7 @@ def op_list() -> partitioners.OpTypes:
         return ops
     more = {*VIEWS, *MOVED, *WHOLE}
     return Ops(
-        ops.fusible_ops | more | {*WINDOWS, *WRITES, BACKWARD}, ops.compute_intensive_ops, ops.random_ops,
+        ops.fusible_ops | more | {*WINDOWS, BACKWARD}, ops.compute_intensive_ops, ops.random_ops,
         ops.view_ops | {*VIEWS}, ops.recomputable_ops | more,
     )  # fmt: skip
 

@@ -8,8 +8,6 @@ int32; the backward's kernels widen what they load::
     s = _to_copy(i, int16)                     saved: the smallest cut between forward and backward
     w = _to_copy(s, int64)                     read by the backward
 
-So is one that a number was rounded to, where it is looked up: below the size of what is looked up there.
-
 A result that is returned stays as it is: it is in memory anyway. In bfloat16, a pooling of windows of 2 x 2 reads 8
 bytes per window and writes 2 and a position: 18 bytes with int64, 12 with int16; its backward the same.
 
@@ -31,7 +29,6 @@ from torch.fx import Graph, GraphModule, Node
 from ..options import Options
 from .copies import copied
 from .random import after_the_forward
-from .recomputable import chosen
 from .slice_sums import call, val
 
 aten = torch.ops.aten
@@ -56,14 +53,14 @@ _OF_A_SHAPE = {
 def saved_positions(module: GraphModule, options: Options, gpu: bool) -> GraphModule:
     """``module``, or a copy of it in which the backward reads narrow positions. module: a functional ATen graph with
     ``meta["val"]``; one without a backward is not changed."""
-    if not gpu or not any(_positions(n) or _pooled(n) for n in module.graph.nodes):
+    if not gpu or not any(n.target in _ALONG or n.target in _POOLS or _pooled(n) for n in module.graph.nodes):
         return module
     if not after_the_forward(module.graph):
         return module
     out = copied(module)
     later = _backward(out.graph)
     for node in list(out.graph.nodes):
-        if _positions(node):
+        if node.target in _ALONG or node.target in _POOLS:
             _narrow(out.graph, node, later)
         elif node in later and (x := _pooled(node)) is not None and x not in later:
             with out.graph.inserting_before(node):
@@ -72,10 +69,6 @@ def saved_positions(module: GraphModule, options: Options, gpu: bool) -> GraphMo
             node.update_arg(1, empty)
     out.recompile()
     return out
-
-
-def _positions(node: Node) -> bool:
-    return node.target in _ALONG or node.target in _POOLS or bool(chosen(node))
 
 
 def _pooled(node: Node) -> Node | None:
@@ -99,10 +92,10 @@ def _backward(graph: Graph) -> set[Node]:
 
 
 def _narrow(graph: Graph, node: Node, later: set[Node]) -> None:
-    number, dtype = 0 if chosen(node) else _ALONG.get(node.target, 1), _dtype(node)
+    number, dtype = _ALONG.get(node.target, 1), _dtype(node)
     found = [n for n in node.users if n.target is operator.getitem and n.args[1] == number] if number else [node]
     for positions in found if dtype is not None else ():
-        readers = [n for n in positions.users if n in later or chosen(node)]  # of what the backward computes again, all
+        readers = [n for n in positions.users if n in later]
         if readers and not any(n.op == "output" for n in positions.users):
             wide = val(positions)
             with graph.inserting_before(positions.next):
@@ -115,9 +108,7 @@ def _narrow(graph: Graph, node: Node, later: set[Node]) -> None:
 def _dtype(node: Node) -> torch.dtype | None:
     """The narrowest one for all positions; None if their number is not known."""
     shape: Sequence[Any] = val(node.args[0]).shape
-    if sizes := chosen(node):
-        shape = [min(sizes)] if all(isinstance(n, int) for n in sizes) else sizes
-    elif node.target in _POOLS:
+    if node.target in _POOLS:
         shape = shape[len(shape) - _POOLS[node.target] :]
     elif shape:
         names = (a.name for a in node.target._schema.arguments)  # type: ignore[union-attr]

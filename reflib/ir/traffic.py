@@ -177,7 +177,8 @@ def rows_looked_up(order: Sequence[Axis], moved: Sequence[Access]) -> tuple[Axis
     *outer, x = order
     looked_up = [a for a in moved if a.loaded and a.index.coefficient(x.var) == 1]
     rows = [a for a in looked_up if not any(e.has(x.var) for e in a.loaded)]
-    picks = [y for y in outer if any(e.has(y.var) for a in rows for e in a.loaded)]
+    many = [a for a in outer if a.size.hint() >= MIN_TILE]
+    picks = [y for y in many if any(e.has(y.var) for a in rows for e in a.loaded)]
     return (x, picks[-1]) if picks and (x.size.constant or 1) % PIECE == 0 else None
 
 

@@ -59,7 +59,7 @@ _NO_INTEGERS = (
 
 
 def no_integers(parts: Parts, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Of integers the op is kept: eager has no kernel for them, and its call says so. (torch's parts compute.)"""
+    """Of integers the op is kept: where eager has no kernel for them, its call says so. (torch's parts compute.)"""
     return parts(x, *args, **kwargs) if x.is_floating_point() or x.is_complex() else NotImplemented
 
 

@@ -3,8 +3,8 @@
 Three shapes of kernel::
 
     1-D         x              a program computes XBLOCK consecutive points
-    tile        y, x (and z)   two axes, because some accesses are contiguous along y and others along x (a transpose);
-                               all other axes are z: one value of z per program
+    tile        y, x (and z)   two axes, because some accesses are contiguous along y and others along x (a transpose),
+                               or rows, along x, are looked up at y; all other axes are z: one value per program
     reduction   x, r           XBLOCK rows of RBLOCK elements
 
 Each letter is one linear variable over one or more axes. A kernel is fast when addresses need no division of a linear

@@ -147,20 +147,3 @@ def test_an_input_is_not_saved_in_a_wider_dtype() -> None:
     assert all(forward.buffers[b].numel.hint() == x.shape[0] for b in kept)
     for got, want in zip(gradients(reflib.compile(fn), (x,)), gradients(fn, (x,)), strict=True):
         torch.testing.assert_close(got, want)
-
-
-def test_a_position_that_a_number_was_rounded_to_is_saved_once() -> None:
-    """Narrow, whatever the backward makes of it: computed again it might be the one beside it."""
-
-    def fn(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        left = (t.sigmoid() * (x.shape[1] - 1.1)).long()
-        there = x.gather(1, left[:, None])[:, 0] * (left + 1 - t)
-        return there + x.gather(1, left[:, None] + 1)[:, 0] * (t - left)
-
-    rows, columns = RNG.randint(50, 200), RNG.randint(20, 90)
-    x, t = torch.randn(rows, columns, requires_grad=True), torch.randn(rows, requires_grad=True)
-    forward = reflib.explain(fn, x, t, target="sm_90").graphs[0].scheduled
-    saved = [forward.buffers[o.buffer].dtype for o in forward.outputs[1:]]
-    assert [d for d in saved if not d.is_floating_point] == [torch.int16]
-    for got, want in zip(gradients(reflib.compile(fn), (x, t)), gradients(fn, (x, t)), strict=True):
-        torch.testing.assert_close(got, want)
