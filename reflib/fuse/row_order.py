@@ -37,7 +37,8 @@ def row_order(fused: Fused, options: Options, target: Target) -> Fused:
     """The same kernels, on a GPU, such rows with one axis each."""
     if not target.is_gpu:
         return fused
-    return fused.mapped(lambda n: one_axis(n, fused.program))
+    nodes = (one_axis(n, fused.program) if isinstance(n, LoopNest) else n for n in fused.program.nodes)
+    return replace(fused, program=replace(fused.program, nodes=tuple(nodes)))
 
 
 def one_axis(loops: LoopNest, program: Program) -> LoopNest:

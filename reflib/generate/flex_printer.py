@@ -31,7 +31,8 @@ Step = Callable[[bool], None]
 
 
 class SlotPrinter(StatementPrinter):
-    """Prints the slot: what does not vary along a row once (``outside``), the rest where it is asked for."""
+    """Prints the slot piece by piece: what does not vary along a row once (``outside``), the rest where a result is
+    asked for (``value``)."""
 
     def outside(self, results: Iterable[str]) -> None:
         """What the columns have no part in, before the loops."""

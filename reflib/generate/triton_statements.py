@@ -24,7 +24,8 @@ ORDER = {"1d": ("x",), "tile": ("y", "x"), "reduction": ("x", "r")}  # of a bloc
 
 @dataclass
 class Value:
-    """A printed value: its name (or literal), the dimensions it varies with, and ``ok``, its bounds check."""
+    """A printed value: its name (or literal) and the dimensions it varies with. ``ok``: the name of an index's
+    bounds check."""
 
     text: str
     dims: Dims
