@@ -86,5 +86,8 @@ def _element(k: NestBuilder, x: View, at: Sequence[Value], compute: Any, weight:
     whole = [where(inside, p, 0).to(torch.int64) for p in at]
     coords = [k.indirect(w, size) for w, size in zip(whole, x.shape[2:])]
     value = k.load(x, [*k.coords[:2], *coords], inside).to(compute)
-    always = len(at) == 2 and not k.cx.on_gpu
-    return value if weight is None else value * weight if always else where(inside, value * weight, 0)
+    if weight is None:
+        return value
+    if len(at) == 2 and not k.cx.on_gpu:
+        return value * weight
+    return where(inside, value * weight, 0)
