@@ -133,11 +133,7 @@ def _probe(command: tuple[str, ...], runtimes: tuple[str, ...]) -> Compiler:
         threads += [(("-Xpreprocessor", "-fopenmp"), (r,), "torch's own runtime") for r in runtimes]
     elif not clang:
         threads += [(("-fopenmp",), (r,), "torch's own runtime") for r in runtimes]
-    threads += [
-        (("-fopenmp",), ("-fopenmp",), "the compiler's runtime"),
-        (("-fopenmp-simd",), (), ""),
-        ((), (), ""),
-    ]
+    threads += [(("-fopenmp",), ("-fopenmp",), "the compiler's runtime"), (("-fopenmp-simd",), (), ""), ((), (), "")]
     if not _accepts(command, (*_BASE, *optional, *threads[0][0]), threads[0][1]):
         if not _accepts(command, _BASE, ()):
             _compile_failed([*command, *_BASE], _run([*command, *_BASE, "-x", "c++", "-", "-c", "-o", os.devnull]))

@@ -66,7 +66,6 @@ CORE = (
         ("ir/program.py", "The grammar of a program: buffers, views, nodes, variants."),
         ("ir/traffic.py", "How many sectors of memory an order of loops or a block touches."),
         ("ir/printer.py", "The text form of both. Read a printed program beside it."),
-        ("ir/assume.py", "Which facts about sizes need a check at run time."),
         ("ir/decision.py", "What was chosen and why, as data for `explain`."),
     ),
     _part(
@@ -87,7 +86,6 @@ CORE = (
         ("lower/reductions.py", "The same with reduced axes. How a mean or a variance is written."),
         ("lower/views.py", "One rule for all views, and no node."),
         ("lower/extern.py", "The fallback: a call of ATen, with what it writes and returns."),
-        ("lower/unused.py", "Dropping nodes that are not needed."),
         ("lower/decompositions.py", "Which composite ops are taken apart before any rule sees them."),
         ("lower/lower.py", "`lower` walks the graph; `_one` tries the rule and falls back."),
     ),

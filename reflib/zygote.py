@@ -103,8 +103,7 @@ class ParentGone(Exception):
 
 
 class Zygote:
-    """``settings``: "path" (folders of modules), "preload" (names of modules), "idle" (as of Submit), "fd" (of
-    ``parent``)."""
+    """``settings``: "path" (folders of modules), "preload" (modules), "idle" (as of Submit), "fd" (of ``parent``)."""
 
     def __init__(self, parent: Connection, settings: dict):
         self.parent = parent

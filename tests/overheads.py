@@ -48,8 +48,9 @@ def without_overheads() -> None:
 
 
 def quick_interpreter() -> None:
-    """The interpreter describes each value anew: its dtype in numpy, its shape as constants, its type's name. And it
-    looks for what it has to replace in the whole language whenever a function is called."""
+    """The interpreter describes each value anew: its dtype in numpy, its shape as constants, its type's name. It
+    looks for what it has to replace in the whole language whenever a function is called. And it computes each sum of
+    integers again in 64 bits, for an assertion that it leaves out unless it debugs."""
     import numpy as np
     from triton.language import core
     from triton.runtime import interpreter
@@ -87,5 +88,6 @@ def quick_interpreter() -> None:
             if getattr(package, name) is member:  # (not in a function that another one calls)
                 interpreter._patch_attr(package, name, member, *more)
 
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter._get_np_dtype, interpreter._patch_builtin = np_dtype, patch_builtin
     core.tensor.__init__, core.block_type.__init__ = tensor, block_type

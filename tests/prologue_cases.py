@@ -1,6 +1,7 @@
 """Products that compute an operand as they read it, lowered from functions, as cases of ``matmul_cases``: read by
 Triton's interpreter, by ahead-of-time compilation, and on a GPU."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -146,6 +147,7 @@ FUNCTIONS: dict[str, tuple[Fn, Callable[[], tuple[torch.Tensor, ...]]]] = {
     "indices that nothing reads": (pooled, lambda: (rand(20, 64, 2, 2), rand(64, 40))),
     "float32 weights": (lambda x, w: x @ (w * 0.5).half(), lambda: (rand(20, 64), rand(64, 40, dtype=torch.float32))),
 }
+ONE_ROW = ("per column", "linear", "int4", "int4, groups of 32", "int4, ragged", "int4 rows", "int4 halves", "batch")
 DYNAMIC = ("per column", "linear", "int4", "both")
 
 
@@ -168,9 +170,11 @@ def computing(program: Program) -> Template:
     return t
 
 
-def case(name: str, tiling: Tiling, dynamic: bool = False) -> MatmulCase:
+def case(name: str, tiling: Tiling, dynamic: bool = False, rows: int | None = None) -> MatmulCase:
+    """``rows``: of the product, instead of the function's own."""
     fn, make = FUNCTIONS[name]
     args = make()
+    args = args if rows is None else (args[0][..., :rows, :], *args[1:])
     program = lowered(fn, args, dynamic)
     template = computing(program)
     (t,), _ = renamed((template,), (), {template.writes()[0]: "out"})
@@ -201,6 +205,11 @@ def prologue_cases() -> dict[str, Callable[[], MatmulCase]]:
     for name in FUNCTIONS:
         for kind, t in TILINGS.items():
             found[f"{name}, {kind}"] = lambda name=name, t=t: case(name, t)  # type: ignore[misc]
+    draw = random.Random(18)
+    for name in ONE_ROW:
+        for _ in range(2):
+            t = Tiling("row", 1, 2 ** draw.randrange(5), 2 ** draw.randrange(4, 8), 4, draw.choice((1, 4)))
+            found[f"{name}, a row by {t}"] = lambda name=name, t=t: case(name, t, rows=1)  # type: ignore[misc]
     for name in DYNAMIC:
         found[f"{name}, dynamic"] = lambda name=name: case(name, TILINGS["tiled"], True)  # type: ignore[misc]
     return found

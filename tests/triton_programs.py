@@ -402,7 +402,7 @@ PROGRAMS: Programs = {
         lambda: tuple(t.requires_grad_() for t in (randn(9, 41, 32), randn(41, 32), randn(41, 32), randn(32))), {},
     ),
     "likely words": (_likely, lambda: (randn(3, 700) * 3,), SHORT),
-    "forces": (_forces, lambda: (randn(70, 3),), {}),
+    "forces": (_forces, lambda: (randn(11, 3),), {}),
     "coordinates": (_rotated, lambda: (randn(1370, 4, requires_grad=True), randn(1370, 3, requires_grad=True)), {}),
     "normals": (_normals, lambda: (randn(300, 3), torch.randint(0, 300, (1400, 3))), {}),
     "channels": (_channels, lambda: (randn(3, 7, 10), randn(3, 3, 2), randn(3)), {}),

@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any
 
 from ..fuse import fuse
-from ..ir.decision import Candidate, Decision, Key, key_of
+from ..ir.decision import Candidate, Decision, Key
 from ..ir.program import Buffer, Choice, Extern, Node, Program, Template, Variant, Variants
 from ..ir.regions import Region, block, by_itself
 from ..ir.rename import renamed, with_hints
@@ -42,7 +42,7 @@ from .matmul import arithmetic_takes_longer, best_tiling, open_template, static_
 from .points import Build, TargetOf, Work, begin, outcome_of, release
 from .prologue import cannot_lose
 from .question import Question, dtypes_of, groups_of, question_of, sizes_of
-from .ranges import Range, inner_of, merged, representatives, say_once
+from .ranges import Range, inner_of, key_of, merged, representatives, say_once
 from .roofline import tensor_cores
 from .store import Outcome
 from .subprogram import Subprogram, replace_region, splice

@@ -72,8 +72,7 @@ def isolated(
 
 
 def _imports(ops: Collection[str], defined: Collection[str], options: Options) -> tuple[str | bytes, ...]:
-    """What a worker imports for the operators ``ops`` (``ns.name.overload``), and ``defined`` (``ns::name``), which are
-    sent."""
+    """What a worker imports for the operators ``ops`` (``ns.name.overload``); ``defined`` (``ns::name``) are sent."""
     imports: dict[str | bytes, None] = dict.fromkeys(options.tuning_imports)
     local = set(defined)
     for name in sorted(ops):

@@ -13,24 +13,15 @@ from math import prod
 
 import torch
 
-from ..ir.assume import limit_facts
 from ..ir.expr import BinOp, Expr, Sym, Var, ceildiv, expr, minimum, product
 from ..ir.instructions import PER_BYTE
 from ..ir.loops import Index, Load, Store
-from ..ir.program import (
-    Assume,
-    Buffer,
-    Config,
-    KernelNode,
-    Template,
-    Tiling,
-    Variant,
-    View,
-    kernel_with_fallback,
-)
+from ..ir.program import Assume, Buffer, Config, KernelNode, Template, Tiling, Variant, View, kernel_with_fallback
 from ..options import Options
+from ..schedule.heuristics import limit_facts
 from ..target import Target
 from .epilogue import Epilogue
+from .one_row import row_tilings
 from .roofline import (
     FP8,
     HALVES,
@@ -52,7 +43,7 @@ __all__ = [
     "worth_compiling",
 ]  # fmt: skip
 
-FIRST = 8  # split tilings that were measured to be good, before all that the model ranks
+FIRST = 8  # tilings of one row, and split ones that were measured to be good, before all that the model ranks
 MOST = 12  # candidates of a product: each takes 0.2 to 1 s to compile
 LEAST = 4  # of each kind that is near
 NEAR = {"tiled": 2.5, "persistent": 2.5, "split": 1.25}  # times the best estimate: a kind that is near
@@ -109,7 +100,7 @@ def can_multiply(t: Template, target: Target) -> bool:
 @functools.lru_cache(maxsize=512)  # a choice is expanded when its question is sent, and again when it is decided
 def _ranked(t: Template, target: Target, moved: int = 0) -> tuple[Tiling, ...]:
     p = replace(problem(t), moved=moved)
-    first = [c for c in known(p, target) if fits(p, c, target)][:FIRST]
+    first = [*row_tilings(t, p, target), *(c for c in known(p, target) if fits(p, c, target))][:FIRST]
     ranked: list[tuple[Tiling, float]] = []
     for made in (_tiled(p, target), all_splits(p, target), _walking(t, p, target)):
         ranked += _varied(p, (c for c in made if fits(p, c, target) and c not in first), target)

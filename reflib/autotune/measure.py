@@ -44,18 +44,7 @@ from ..options import Options
 from ..timing import Call, Clock, Sampler, Samples, interleave, side_stream
 from ..worker import first_line
 from . import correct
-from .bench import (
-    Bench,
-    DeviceLost,
-    Entry,
-    allocated,
-    clock_of,
-    judge,
-    reference_of,
-    results_of,
-    samplers_of,
-    sets_of,
-)
+from .bench import Bench, DeviceLost, Entry, allocated, clock_of, judge, reference_of, results_of, samplers_of, sets_of
 from .inputs import InputSpec, Maker, main_device
 from .request import Limits, Request, Result, request
 from .winner import NOISE, pick_winner
@@ -75,10 +64,7 @@ TOO_BUSY = 1.0  # with a wider one nothing is stored
 
 
 def measure(
-    request: Request,
-    build: Build,
-    makers: Mapping[str, Maker] | None = None,
-    clock: Clock | None = None,
+    request: Request, build: Build, makers: Mapping[str, Maker] | None = None, clock: Clock | None = None
 ) -> Result:
     """Build, check, race, decide.
 
@@ -103,11 +89,7 @@ class Session:
     for ``measure``. Raises what ``measure`` does."""
 
     def __init__(
-        self,
-        request: Request,
-        build: Build,
-        makers: Mapping[str, Maker] | None = None,
-        clock: Clock | None = None,
+        self, request: Request, build: Build, makers: Mapping[str, Maker] | None = None, clock: Clock | None = None
     ):
         for name in (request.default, request.reference):
             if name not in request.programs:

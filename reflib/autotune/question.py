@@ -17,7 +17,7 @@ import torch
 from ..errors import ReflibError
 from ..fuse.dependencies import inside
 from ..ir.data import encode, to_data
-from ..ir.decision import Key, key_of
+from ..ir.decision import Key
 from ..ir.loops import LoopNest
 from ..ir.program import Choice, Extern, KernelNode, Node, Program, Template, Variant, Variants
 from ..options import Options
@@ -25,7 +25,7 @@ from ..target import Target
 from .circumstances import decision_key
 from .isolation import body_of, digest_of, one_value, ops_in, source_of
 from .matmul import apart, on_end, open_template, tilings, with_tiling
-from .ranges import Range, ranges_of
+from .ranges import Range, key_of, ranges_of
 from .subprogram import Subprogram, cut
 
 # Options that change how, not what, is compiled and measured.

@@ -15,9 +15,9 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
-from ..ir.decision import key_of
+from ..ir.decision import Key
 from ..ir.expr import Expr, Sym, expr
-from ..ir.program import Assume, Choice, Ranges, Variant
+from ..ir.program import Assume, Choice, Ranges, Template, Variant
 from ..logs import get as logger
 
 
@@ -52,9 +52,14 @@ def inner_of(ranges: Ranges | None) -> Ranges | None:
     return ranges.inner if ranges is not None else None
 
 
+def key_of(a: Variant) -> Key:
+    """The key follows from the nodes: the name alone, or with the tiling that the Template was given."""
+    t = next((n for n in a.nodes if isinstance(n, Template) and n.tiling is not None), None)
+    return Key(a.name) if t is None else Key(a.name, t.tiling, t.closed)
+
+
 def ranges_of(choice: Choice) -> list[Range]:
-    """The ranges that a call may reach, in ascending order; one, at the traced sizes, where there is nothing to
-    dispatch on."""
+    """The ranges that a call may reach, in ascending order; one, as traced, where nothing is dispatched on."""
     found, second = _ranges_of(choice.ranges), inner_of(choice.ranges)
     if second is None:
         return found
@@ -138,9 +143,7 @@ def _symbol_value(size: Expr, symbol: Sym, value: int) -> int:
     return max(1, symbol.lo, (value - zero) // max(1, one - zero))
 
 
-def merged(
-    winners: Sequence[Variant], ranges: Sequence[Range], dispatch: Ranges | None
-) -> list[tuple[Variant, Range]]:
+def merged(winners: Sequence[Variant], ranges: Sequence[Range], dispatch: Ranges | None) -> list[tuple[Variant, Range]]:
     """(winner, range): neighbouring ranges with one winner become one range; of two sizes, those of the second do in
     each range of the first, and then ranges of the first that are divided in the same way."""
     second = inner_of(dispatch)

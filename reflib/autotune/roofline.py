@@ -12,9 +12,8 @@ units' rate, nor than its bytes at the memory's. A product of M x N x K does 2MN
 * a multiprocessor receives bytes_in_flight / latency and no more (Little's law): stages x block bytes x programs
   (128 x 11008 x 4096 on an H200, blocks of 128x128x64: 33 us with 4 stages, 28 us with 6);
 * the first block of a program is waited for, and its tile stored, while nothing multiplies (but for ``persistent``);
-* what computes an operand takes instructions, and warps enough to hide how long each one takes. Weights of 8 bits, a
-  row of 8192 by 8192 x 7168, where memory needs 14 us: blocks of 16x256x128 and 4 warps per multiprocessor took 50,
-  of 16x128x64 and 16 warps 42, since they store the weights to shared memory again, of 16x32x256 and 8 warps 23;
+* what computes an operand takes instructions, and warps enough to hide how long each one takes (weights of 8 bits, a
+  row of 8192 by 8192 x 7168, where memory needs 14 us: 50 with 4 warps per multiprocessor, 23 with 8 and less stored);
 * an epilogue's loads and stores are few at a time: a thread has its part of the tile in registers, and few left;
 * split-K stores float32 parts, waits for all of a tile's, and reads them back.
 
@@ -230,8 +229,7 @@ def multiplying(p: Problem, target: Target) -> float:
 
 
 def work(p: Problem, t: Tiling, target: Target) -> float:
-    """Instructions of a step's threads that compute operands. Warps side by side along the other operand each compute
-    the same for mma.sync."""
+    """Instructions of a step's threads that compute operands. For mma.sync, warps side by side compute the same."""
     mine, other = (t.n, t.m) if "b" in p.computed else (t.m, t.n)
     direct = mine <= ACROSS * t.num_warps
     each = WORK if direct or grouped(p, t, target) and not t.turned else THROUGH

@@ -218,8 +218,7 @@ def needed_outside(depends: Dependencies, nodes: list[Node], positions: set[int]
 
 
 def sub_program(program: Program, nodes: list[Node], outputs: tuple[str, ...]) -> Program:
-    """``nodes`` as a program by themselves: everything they read from outside is an input, size symbols come last.
-    ``outputs``: buffers to return."""
+    """``nodes`` as a program: all that they read from outside is an input, size symbols last. ``outputs``: buffers."""
     written = list(dict.fromkeys(b for n in nodes for b in n.writes()))
     reads = list(dict.fromkeys(b for n in nodes for b in n.reads() if b not in written))
     mine = {b.name for n in nodes if isinstance(n, Choice) for a in n.variants for b in a.buffers}

@@ -16,7 +16,7 @@ left alone.
 fill of masked scores, a cast or a view that splits or merges batch and heads; down to the second there are casts,
 views and dropout that does nothing. Whatever else is on the way, or another use of scores or probabilities, is a reason
 to leave it alone: ``REFLIB_LOGS=attention`` prints it. How q, k and v were made does not matter: what is multiplied is
-what is passed, k transposed back.
+what is passed, k transposed back. Of more than four dimensions all before the last three are one batch.
 
 **When it is exact enough.** Scores are scaled, summed and exponentiated in float32 or wider, so results are as exact
 as eager's or more. What needs care is rows in which every key is masked (``attention_call.attend``):
@@ -75,10 +75,10 @@ from .attention_call import (
     named,
     positional,
     replace_by_call,
-    value,
     writes,
 )
 from .mask_values import hides_rows
+from .storages import value
 
 ADD, MUL = ("add", "iadd"), ("mul", "imul", "multiply")
 SUB, DIV = ("sub", "isub", "subtract"), ("div", "truediv", "itruediv", "divide", "true_divide")
@@ -176,8 +176,7 @@ def _ancestors(node: Node, depth: int = 10) -> Iterator[Node]:
 
 
 def _read_results(graph: torch.fx.Graph, softmax: Node) -> None:
-    """``s.masked_fill_(m, c); softmax(s)``: a call in place returns what it wrote to, so later calls may as well read
-    its result."""
+    """``s.masked_fill_(m, c); softmax(s)``: a call in place returns what it wrote to; its result may be read."""
     for node in graph.nodes:
         if node is softmax:
             break
@@ -279,8 +278,8 @@ def _product(node: Node) -> Scores:
         return Scores(q, k, node)
     q, k = args[1:3] if name == "baddbmm" else args[:2]
     s = Scores(Operand(q), Operand(k, flip=True), node)
-    if not (is_tensor(q) and is_tensor(k) and value(q).dim() == value(k).dim() == value(node).dim() <= 4):
-        raise Refused("a product of tensors of other or more dimensions")
+    if not (is_tensor(q) and is_tensor(k) and value(q).dim() == value(k).dim() == value(node).dim()):
+        raise Refused("a product of tensors of other dimensions")
     if name == "baddbmm":
         alpha, beta = number(node.kwargs.get("alpha", 1)), number(node.kwargs.get("beta", 1))
         if alpha is None or beta is None:
@@ -306,7 +305,7 @@ def _einsum(node: Node, last: bool) -> tuple[Operand, Operand, tuple[int, ...] |
     plain = [*batch, *rows, *columns]
     if not len(rows) == len(columns) == len(summed) == 1 or sorted(plain) != sorted(out) or len(set(a)) != len(a):
         raise Refused("an einsum of another kind")
-    if len(set(b)) != len(b) or len(batch) > 2:
+    if len(set(b)) != len(b):
         raise Refused("an einsum of another kind")
     if last and list(out) != plain:
         raise Refused("an einsum whose scores are ordered in another way")
@@ -402,8 +401,8 @@ def _probabilities(s: Scores, softmax: Node) -> Parts:
     if value(user).dtype != value(s.product).dtype:
         raise Refused("the two products are of different dtypes")
     ranks = {value(n).dim() for n in (s.product, user)}
-    if ranks not in ({2}, {3}, {4}, {3, 4}) or (ranks == {3, 4} and heads is None):
-        raise Refused("products of more than four dimensions")
+    if len(ranks) > 1 and (ranks != {3, 4} or heads is None):
+        raise Refused("products of different numbers of dimensions")
     return Parts(s.q, s.k, v, s.product, user, s.scale, s.factors, s.steps, heads, order, tuple(nodes))
 
 

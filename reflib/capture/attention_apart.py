@@ -21,7 +21,8 @@ from torch.fx import GraphModule
 
 from ..options import Options
 from ..target import parse_target
-from .attention_call import named, value
+from .attention_call import named
+from .storages import value
 
 BLOCK = 128  # queries and keys of a block of the mask
 LARGEST_HEAD = 256  # (lower.flex_tilings)

@@ -16,6 +16,8 @@ from torch.fx.node import map_arg
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .storages import value
+
 MASKS = -1e4  # a score so low, or lower, has no weight beside any other
 ABSORBS = -1e30  # no score changes a number so low, or lower
 HIDES = {torch.float16: -6e4}  # where none is so low: what a score changes by its last digits at most
@@ -44,11 +46,6 @@ _OPERANDS = dict.fromkeys(_TWO.split(), ("input", "other")) | {
     "masked_fill": ("input", "mask", "value"), "softmax": ("input", "dim"), "dropout": ("input", "p"),
 }  # fmt: skip
 _OF_METHODS = {"where": ("self", "condition", "other")}
-
-
-def value(node: Any) -> Any:
-    """A fake tensor, a symbolic number, or what ``node`` is if it is no node."""
-    return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else node
 
 
 def named(node: Any) -> str:
@@ -187,6 +184,9 @@ def attend(parts: Parts, of: Of, masks: Masks, contiguous: bool = False, hides: 
         out = out.squeeze(0) if parts.heads is None else out.flatten(0, 1)
     elif rank == 2:
         out = out.squeeze(0).squeeze(0)
+    elif rank > 4:  # (windows of heads)
+        batch = _batch(parts, value(parts.second))
+        out = out.unflatten(0, tuple(_size(parts, i, n, of) for i, n in enumerate(batch[:-1])))
     return out if parts.order is None else out.permute(parts.order)
 
 
@@ -206,7 +206,7 @@ def _operand(parts: Parts, o: Operand, of: Of) -> Any:
         t = t.contiguous()
     if fake.dim() == 3:
         return t.unsqueeze(0) if parts.heads is None else t.unflatten(0, (-1, parts.heads))
-    return t if fake.dim() == 4 else t.unsqueeze(0).unsqueeze(0)
+    return t.flatten(0, -4) if fake.dim() > 4 else t if fake.dim() == 4 else t.unsqueeze(0).unsqueeze(0)
 
 
 def _batch(parts: Parts, product: torch.Tensor) -> list[Any]:
@@ -269,7 +269,10 @@ def _aligned(parts: Parts, t: Term | Fill, of: Of) -> Any:
         made, rank = made.unflatten(0, (-1, parts.heads)), 4
     for _ in range(4 - rank):
         made = made.unsqueeze(0)
-    return made
+    if t.rank > 4 and any(not equal(n, 1) for n in fake.shape[:-3]):  # of one window of many
+        batch = _batch(parts, value(parts.first))[:-1]
+        made = made.expand(*(_size(parts, i, n, of) for i, n in enumerate(batch)), -1, -1, -1)
+    return made.flatten(0, -4) if max(rank, t.rank) > 4 else made
 
 
 # -- gradients of rows in which every key is hidden, by a number or by -inf --------------------------
@@ -470,7 +473,10 @@ def copied_later(node: Node, order: tuple[int, ...] | None = None) -> bool:
     """Is all that is done with the result, permuted by ``order``, to bring heads and lengths in the order of the fused
     kernels' results, and to copy that? Then it is no matter how the result is laid out, and the copy is saved."""
     ordered = list(node.users) if order is None else [node]
-    if order is None:
+    if order is None and value(node).dim() > 4:  # that copy is made in any case
+        if not all(named(user) in ("transpose", "permute", "movedim") for user in ordered):
+            return False
+    elif order is None:
         swaps = {("transpose", 1, 2), ("transpose", 2, 1), ("permute", 0, 2, 1, 3), ("permute", (0, 2, 1, 3))}
         for user in ordered:
             given = tuple(tuple(a) if isinstance(a, (list, tuple)) else a for a in user.args[1:])

@@ -48,12 +48,10 @@ from ..target import Target
 from .advice import explained, first_lines, users_frames
 from .attention_there import attention_of_gpu
 from .copies import deep_copied
-from .exported import Rewrite, exported_graph
+from .exported import Rewrite, exported_graph, in_training, retargeted
 from .graph import Graph
 from .launch_checks import exported_with_launches
-from .retarget import retargeted
 from .sharded import layouts_are_constants, plain_name
-from .training import in_training
 from .triton_there import triton_of_gpu
 
 aten = torch.ops.aten
@@ -365,8 +363,7 @@ def _tidy(module: torch.fx.GraphModule, signature: Any) -> None:
 
 
 def _drop_unused(module: torch.fx.GraphModule, signature: Any, state: dict[str, torch.Tensor]) -> None:
-    """A weight that no call reads or writes is no input: it need not be stored. (One that is read by another name
-    costs nothing, and stays.)"""
+    """A weight that no call reads or writes is no input, and need not be stored. (One read by another name stays.)"""
     nodes = {n.name: n for n in module.graph.nodes if n.op == "placeholder"}
     weights = [s for s in signature.input_specs if s.target in state]
     used = {id(state[s.target]) for s in weights if nodes[s.arg.name].users}

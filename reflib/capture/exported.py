@@ -3,6 +3,14 @@
 torch.export returns the new value of each buffer and argument that the model writes to, for the caller to copy back.
 Here the graph writes it itself, as AOTAutograd's graphs do: ``copy_`` onto the input, in the end. So ``fuse.in_place``
 finds it, and a cache is updated where it is.
+
+**A program captured on a CPU, for a GPU** (``retargeted``). Its graph is captured once more when it is decomposed, from
+fakes of its inputs: so it is enough that those lie on the GPU, and that the graph says so wherever it names a device
+(factory functions, copies, checks, regions of autocast). What the model asked while it was captured (``x.is_cuda``) has
+been answered for a CPU, and ``to("cpu")`` looks like ``to(x.device)`` there: both go to the GPU. Kernels that only a
+CPU has are refused: they are in a program that was decomposed for it.
+
+NB: ``torch.export.passes.move_to_device_pass`` moves the program itself and its weights, to a device that is here.
 """
 
 import copy
@@ -12,11 +20,12 @@ from typing import Any
 import sympy
 import torch
 from torch._functorch import config
+from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
 from .advice import first_lines
 from .copies import copied
-from .graph import Graph, ranges_of
+from .graph import Graph
 from .launch_checks import check_kept
 from .returned import views_back
 from .storages import counted_from, reaches_beyond
@@ -24,6 +33,8 @@ from .storages import counted_from, reaches_beyond
 WRITTEN = {"BUFFER_MUTATION": "weight", "USER_INPUT_MUTATION": "argument"}  # in a signature: what is written to
 BEGINS = "begins"  # of an input from the begin of whose storage elements are counted: so many before its first
 Rewrite = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
+_OF_A_CPU = ("_for_cpu", "mkldnn", "onednn")
+_CPU = torch.device("cpu")
 
 
 @config.patch(functionalize_rng_ops=False)
@@ -111,6 +122,17 @@ def _shape_env(program: Any) -> Any:
     return None
 
 
+def ranges_of(exported: Any) -> dict[str, tuple[int, int | None]]:
+    """What an ExportedProgram promises of its symbols: (least, most or None) by name. (A ShapeEnv says 2 or more of
+    every size that varies; torch.export takes 0 and 1 back in.)"""
+    return {str(s): _limits(r) for s, r in exported.range_constraints.items() if s.is_integer}
+
+
+def _limits(r: Any) -> tuple[int, int | None]:
+    least = int(r.lower) if r.lower > -(2**63) else -(2**63)  # (PyTorch says that its own infinity is finite)
+    return least, int(r.upper) if r.upper.is_finite and r.upper < 2**62 else None
+
+
 def _of_two_or_more(e: Any) -> bool:
     """A condition on one symbol that every number from 2 on meets. Tracing assumes it of every dynamic size;
     torch.export does not check it."""
@@ -130,3 +152,74 @@ def _within(module: torch.fx.GraphModule) -> None:
         if reaches_beyond(n.meta.get("val"), root.meta.get("val")):
             what = f"{n.name} has elements of the storage of {root.name} that are not in {root.name}"
             raise CaptureError(f"{what}: give the model the tensor that has them, or a clone() of {root.name}")
+
+
+# -- a program for another device ---------------------------------------------------------------------------
+def retargeted(program: Any, device: torch.device, fake: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A copy of ``program``, whose tensors lie on the CPU, for ``device``. ``fake``: stands for a weight there. Raises
+    CaptureError naming a kernel that ``device`` does not have."""
+    new = copy.copy(program)
+    new._graph_module = _moved(program.graph_module, device)
+    new._state_dict = pytree.tree_map_only(torch.Tensor, fake, dict(program.state_dict))
+    new._constants = pytree.tree_map_only(torch.Tensor, fake, dict(program.constants))
+    return new
+
+
+def _moved(module: torch.fx.GraphModule, device: torch.device) -> torch.fx.GraphModule:
+    module = copied(module)
+    for name, inner in list(module.named_children()):
+        if isinstance(inner, torch.fx.GraphModule):
+            setattr(module, name, _moved(inner, device))
+
+    def place(a: Any) -> Any:
+        return device if a == _CPU and isinstance(a, torch.device) else a
+
+    def value(t: torch.Tensor) -> torch.Tensor:
+        if t.device != _CPU:
+            return t
+        with t.fake_mode:  # type: ignore[attr-defined]
+            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+
+    for node in module.graph.nodes:
+        if any(word in str(node.target) for word in _OF_A_CPU):
+            raise CaptureError(
+                f"the program calls {node.target}, which only a CPU has: export it for {device.type}, or pass it as "
+                "torch.export.export returns it, without run_decompositions"
+            )
+        node.args = torch.fx.node.map_aggregate(node.args, place)
+        node.kwargs = torch.fx.node.map_aggregate(node.kwargs, place)
+        if "autocast" in getattr(node.target, "__name__", ""):
+            node.args = tuple(device.type if a == "cpu" else a for a in node.args)
+        if "val" in node.meta:
+            node.meta["val"] = pytree.tree_map_only(torch.Tensor, value, node.meta["val"])
+    module.recompile()
+    return module
+
+
+# -- what of a program is so because the model was in training mode -------------------------------------------
+def in_training(program: Any) -> tuple[str, ...]:
+    """The ops of an ExportedProgram that would do something else after ``model.eval()``, and what they do. (A package
+    would go on doing it.)"""
+    found: dict[str, str] = {}
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            if isinstance(node.target, torch._ops.OpOverload) and (does := _does(_given(node))):
+                found[node.target._schema.name.partition("::")[2]] = does
+    return tuple(f"{op} {does}" for op, does in sorted(found.items()))
+
+
+def _given(node: torch.fx.Node) -> dict[str, Any]:
+    """A call's arguments by the names of the schema."""
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return defaults | dict(zip((a.name for a in arguments), node.args)) | node.kwargs
+
+
+def _does(given: dict[str, Any]) -> str:
+    if given.get("dropout_p"):  # of attention, which has no other flag
+        return "draws random numbers"
+    if not (given.get("training") or given.get("train")):
+        return ""
+    if "running_mean" in given:  # a norm without any takes the batch's in inference too
+        return "updates its running statistics" if given["running_mean"] is not None else ""
+    return "draws random numbers" if given.get("p", given.get("dropout", 1)) else ""

@@ -35,14 +35,3 @@ class Graph:
 
     def placeholders(self) -> list[Any]:
         return [n.meta.get("val") for n in self.nodes if n.op == "placeholder"]
-
-
-def ranges_of(exported: Any) -> dict[str, tuple[int, int | None]]:
-    """What an ExportedProgram promises of its symbols: (least, most or None) by name. (A ShapeEnv says 2 or more of
-    every size that varies; torch.export takes 0 and 1 back in.)"""
-    return {str(s): _limits(r) for s, r in exported.range_constraints.items() if s.is_integer}
-
-
-def _limits(r: Any) -> tuple[int, int | None]:
-    least = int(r.lower) if r.lower > -(2**63) else -(2**63)  # (PyTorch says that its own infinity is finite)
-    return least, int(r.upper) if r.upper.is_finite and r.upper < 2**62 else None

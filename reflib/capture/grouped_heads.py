@@ -23,7 +23,8 @@ from torch.fx import Graph, GraphModule, Node
 from ..logs import get as logger
 from ..options import Options
 from .attention import NAMES, change_calls, is_tensor
-from .attention_call import equal, named, on_fakes, same_strides, value, writes
+from .attention_call import equal, named, on_fakes, same_strides, writes
+from .storages import value
 
 ROWS = 64
 _COPIES = ("repeat_interleave", "reshape", "view", "flatten", "_unsafe_view", "expand", "unsqueeze", "getitem",

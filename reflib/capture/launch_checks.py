@@ -14,6 +14,7 @@ from ..errors import CaptureError
 from ..logs import get as logger
 from .advice import first_lines
 from .launch_arguments import launches_seen
+from .storages import value
 from .triton_there import triton_of_gpu
 
 _LAUNCH = "triton_kernel_wrapper_"
@@ -81,7 +82,7 @@ def _is_launch(node: torch.fx.Node) -> bool:
 
 def _check_launch(node: torch.fx.Node) -> None:
     sizes = (size for grid in node.kwargs["grid"] for size in grid if isinstance(size, torch.fx.Node))  # type: ignore[union-attr]
-    if any(isinstance(_value(size), torch.Tensor) for size in sizes):
+    if any(isinstance(value(size), torch.Tensor) for size in sizes):
         raise CaptureError(
             f"the grid of {_named(node)} is a tensor: a grid is made of numbers; n.item() is one, and waits for the GPU"
         )
@@ -102,7 +103,7 @@ def _check_promises(call: torch.fx.Node) -> None:
     if op is None:
         return
     names = [a.name for a in schema.arguments]
-    given: dict[str, Any] = torch.fx.map_arg({**dict(zip(names, call.args)), **call.kwargs}, _value)  # type: ignore[assignment]
+    given: dict[str, Any] = torch.fx.map_arg({**dict(zip(names, call.args)), **call.kwargs}, value)  # type: ignore[assignment]
     said = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
     kept = {_memory(t): n for n, v in given.items() if n not in said for t in pytree.tree_leaves(v)}
     modes = (t.fake_mode for t in pytree.tree_leaves(given) if isinstance(t, FakeTensor))
@@ -130,12 +131,8 @@ def _memory(x: Any) -> int | None:
     return x.untyped_storage()._cdata if isinstance(x, torch.Tensor) else None
 
 
-def _value(x: Any) -> Any:
-    return x.meta.get("example_value", x.meta.get("val")) if isinstance(x, torch.fx.Node) else x
-
-
 def _given(node: torch.fx.Node) -> dict[str, Any]:
-    return torch.fx.map_arg(node.kwargs["kwargs"], _value)  # type: ignore[return-value]
+    return torch.fx.map_arg(node.kwargs["kwargs"], value)  # type: ignore[return-value]
 
 
 def _named(node: torch.fx.Node, where: torch.fx.Node | None = None) -> str:

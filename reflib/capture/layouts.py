@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
+from torch._prims_common import suggest_memory_format
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
@@ -364,6 +365,9 @@ def _run(node: Node, known: dict[Any, Any] | None = None) -> Any:
         shape, strides, dtype, device = known[key]
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
     made = node.target(*args, **kwargs)  # type: ignore[operator]
+    as_if = node.target is aten.convolution.default and made.is_cuda and not torch.backends.cudnn.is_available()
+    if as_if and LAST in map(suggest_memory_format, args[:2]):
+        made = made.contiguous(memory_format=LAST)  # as cuDNN has it, which this build does not know
     if known is not None and type(made) is FakeTensor and not getattr(node.target, "is_view", True):
         known[key] = _looks(made)
     return made
@@ -390,8 +394,7 @@ def _restore(graph: torch.fx.Graph, output: Node, changed: set[Node]) -> int:
 
 
 def _copied(graph: torch.fx.Graph, node: Node, before: Node, like: torch.Tensor) -> Node:
-    """A copy of ``node`` with the strides of ``like``: contiguous in the order of its dimensions. Raises _Refused if
-    ``like`` has gaps."""
+    """A copy of ``node`` with the strides of ``like``, a dense tensor. Raises _Refused if ``like`` has gaps."""
     order = sorted(range(like.dim()), key=lambda d: -like.stride(d) if like.shape[d] != 1 else -like.numel())
     back = [order.index(d) for d in range(like.dim())]
     with graph.inserting_before(before):

@@ -8,7 +8,8 @@ from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .attention_call import ABSORBS, HIDES, Fill, Parts, Refused, Term, named, value, writes
+from .attention_call import ABSORBS, HIDES, Fill, Parts, Refused, Term, named, writes
+from .storages import value
 
 LARGEST = 2**26  # elements of a tensor that is computed for a mask: 8,192 queries and keys
 MADE = "arange full zeros ones eye tensor scalar_tensor full_like zeros_like ones_like new_full new_zeros new_ones"

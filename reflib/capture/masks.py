@@ -33,8 +33,9 @@ from torch.fx import GraphModule, Node
 from ..logs import get as logger
 from ..options import Options
 from .attention import NAMES, change_calls, is_tensor
-from .attention_call import copied_later, equal, named, on_fakes, same_strides, value
+from .attention_call import copied_later, equal, named, on_fakes, same_strides
 from .mask_values import computed
+from .storages import value
 
 
 def masks(module: GraphModule, options: Options) -> GraphModule:
@@ -45,9 +46,7 @@ def masks(module: GraphModule, options: Options) -> GraphModule:
     return change_calls(module, partial(_simplified, {}, options.numerics == "eager"))
 
 
-def _simplified(
-    memo: dict[Node, str], exact: bool, graph: torch.fx.Graph, node: Node, given: dict[str, Any]
-) -> bool:
+def _simplified(memo: dict[Node, str], exact: bool, graph: torch.fx.Graph, node: Node, given: dict[str, Any]) -> bool:
     mask: Any = given.get("attn_mask")
     if not is_tensor(mask) or not hasattr(value(node), "fake_mode") or given.get("is_causal"):
         return False
@@ -73,8 +72,7 @@ def _simplified(
 
 
 def _unweighted(q: Node) -> Node:
-    """The queries without a factor per row that is 1 in all (``attention_call.masked`` makes it for rows in which every
-    key is masked)."""
+    """The queries without a factor per row that is 1 in all (see ``attention_call.masked``: wholly masked rows)."""
     x, by = (q.args[0], q.args[1]) if named(q) == "mul" else (None, None)
     if not isinstance(x, Node) or not isinstance(by, Node) or (weight := computed(by)) is None:
         return q
@@ -124,7 +122,7 @@ def _dense(graph: torch.fx.Graph, mask: Node) -> Node:
 
 # -- what a mask says -------------------------------------------------------------------------------
 def _meaning(mask: Node, rows: Any, columns: Any) -> str:
-    """"all", "causal", or "" for another mask, or one that is not known here."""
+    """What the mask is: "all", "causal", or "" for another one, or one that is not known here."""
     if not isinstance(rows, int) or not isinstance(columns, int) or (found := computed(mask)) is None:
         return ""
     allowed = found

@@ -24,8 +24,8 @@ from torch.fx import GraphModule, Node
 
 from ..options import Options
 from .attention import argument, graphs
-from .attention_call import value
 from .random import LIBRARY
+from .storages import value
 
 LIBRARY.define("cumprod_backward(Tensor grad, Tensor x, Tensor y, int dim) -> Tensor")
 BACKWARD = torch.ops.reflib.cumprod_backward

@@ -71,7 +71,10 @@ def _biased(node: torch.fx.Node) -> bool:
 
 
 def _met(node: torch.fx.Node) -> bool:
-    """Is it, or a view of it, compared for equality with its own maximum or minimum?"""
+    """Is it, or a view of it, compared for equality with its own maximum or minimum? What is an input is
+    the same wherever it is widened for that."""
+    if _widened(node):
+        return False
     seen, todo = {node}, [node]
     for each in todo:
         for user in each.users:
@@ -81,6 +84,17 @@ def _met(node: torch.fx.Node) -> bool:
                 seen.add(user)
                 todo.append(user)
     return False
+
+
+def _widened(node: torch.fx.Node) -> bool:
+    """Is it an input, or a view of one, in a wider dtype?"""
+    source: Any = node.args[0] if node.target is aten._to_copy.default else None
+    while isinstance(source, torch.fx.Node) and get_aten_target(source) in SAME:
+        source = source.args[0]
+    if not isinstance(source, torch.fx.Node) or source.op != "placeholder":
+        return False
+    before, after = source.meta["val"].dtype, node.meta["val"].dtype
+    return before.is_floating_point and torch.promote_types(before, after) == after
 
 
 def _extreme(value: Any) -> bool:

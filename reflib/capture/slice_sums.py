@@ -1,21 +1,34 @@
-"""Sums of gradients that are zero but for a slice each: the backward of a loop over a tensor's rows.
+"""Sums of gradients: of slices of a tensor that a loop goes through, and of a parameter that all its steps read.
 
-The gradient of ``x[t]`` is a tensor of x's size, zero outside of row t, and autograd adds those of all T rows. Written
-as one expression, each of the T rows' elements asks which of the T terms is not zero there, and computes them all::
+**Slices** (``slice_sums``). The gradient of ``x[t]`` is a tensor of x's size, zero outside of row t, and autograd adds
+those of all T rows. Written as one expression, each of the T rows' elements asks which of the T terms is not zero
+there, and computes them all::
 
     select_scatter(0, g0, 0, 0) + select_scatter(0, g1, 0, 1) + ..   =   cat([g0[None], g1[None], ..])
 
 Slices that do not overlap make a ``cat``, of which each part may be stored by the kernel that computes it
 (``fuse/into_place``). Of a slice that is taken more than once, as where a loop's body has ``x[t]`` twice, the gradients
-are added first. No addition is left out but that of zero: only -0.0 + 0.0, which is 0.0, differs, so not with
-``numerics="eager"``.
+are added first. No addition is left out but that of zero: only -0.0 + 0.0, which is 0.0, differs.
+
+**Parameters** (``joint_sums``). Autograd reduces each step's gradient to the parameter's shape, and adds the results.
+Each of T reductions is a kernel that reads what its step has made, or computes the steps before it again; one reduction
+of the steps' sum is one kernel behind those that make them::
+
+    sum(g0, [0]) + sum(g1, [0]) + ..   =   sum(g0 + g1 + .., [0])
+
+Only of terms between which there is no product and no reduction: there a step's kernel ends, and would store what is
+to be added for the next one, of which its own sum is a small part.
+
+Neither is done with ``numerics="eager"``: a zero's sign, the order of additions.
 """
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.utils.flop_counter import flop_registry
 
 from ..options import Options
 from .copies import copied
@@ -24,12 +37,18 @@ aten = torch.ops.aten
 _ZEROS = {aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default}
 _FULL = {aten.full.default, aten.full_like.default}
 _PUT = {aten.select_scatter.default, aten.slice_scatter.default}
+_REDUCTIONS = frozenset(
+    "sum mean amax amin max min prod any all var var_mean std std_mean argmax argmin logsumexp linalg_vector_norm"
+    " cumsum _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data native_layer_norm"
+    " native_group_norm".split()
+)
+_WIDE = {torch.float32, torch.float64, torch.bfloat16}
+_VIEWS = {aten.view.default, aten.reshape.default, aten.squeeze.dims, aten.squeeze.dim}
 
 
 @dataclass(frozen=True)
 class Slice:
-    """The sum of ``values`` lies at ``range(low, high)`` of dimension ``dim``, or is one row of it (``row``); all else
-    is zero."""
+    """All zero but for the sum of ``values`` at ``range(low, high)`` of ``dim``, or in one row of it (``row``)."""
 
     values: tuple[Node, ...]
     dim: int
@@ -208,6 +227,77 @@ def _flipped(graph: Graph, node: Node, slices: list[Slice]) -> None:
             user.replace_all_uses_with(_cat(graph, user, back, []))
 
 
+# -- of a parameter -----------------------------------------------------------------------------------------------
+def joint_sums(module: GraphModule, options: Options, gpu: bool) -> GraphModule:
+    """``module``, or a copy of it with such sums as one. module: a functional ATen graph with ``meta["val"]``."""
+    if options.numerics == "eager" or not any(
+        is_sum(n) and not is_term(n) and _joint(n, {}) for n in module.graph.nodes
+    ):
+        return module
+    out = copied(module)
+    stages = _stages(out.graph)
+    for node in list(out.graph.nodes):
+        if is_sum(node) and not is_term(node) and (groups := _joint(node, stages)):
+            _join(node, groups)
+    out.graph.eliminate_dead_code()
+    out.recompile()
+    return out
+
+
+def _joint(node: Node, stages: dict[Node, int]) -> list[list[Node]]:
+    """The terms of ``node`` that may be one reduction, two or more."""
+    groups: dict[Any, list[Node]] = {}
+    for term in terms(node):
+        total = _reduction(term)
+        if total is not None and (total is term or all(isinstance(n, int) for n in val(node).shape)):
+            x = total.args[0]
+            of = (str(total.args[1:]), str(total.kwargs), val(x).dtype, sizes(val(x)), stages.get(x, 0))  # type: ignore
+            groups.setdefault(of, []).append(term)
+    return [g for g in groups.values() if len(g) > 1]
+
+
+def _reduction(term: object) -> Node | None:
+    """The sum that ``term`` is, or is a view of, if nothing else reads it. Of floats whose partial sums, which may be
+    stored, do not overflow: not of float16, nor of what is added in a wider dtype."""
+    while isinstance(term, Node) and once(term) and term.target in _VIEWS:
+        term = term.args[0]
+    if not isinstance(term, Node) or term.target is not aten.sum.dim_IntList or not once(term):
+        return None
+    x = val(term.args[0])
+    return term if x.dtype in _WIDE and x.dtype == val(term).dtype else None
+
+
+def _join(node: Node, groups: list[list[Node]]) -> None:
+    joined = {t for g in groups for t in g}
+    new = [t for t in terms(node) if t not in joined]
+    with node.graph.inserting_before(node):
+        for group in reversed(groups):
+            found = [_reduction(t) for t in group]
+            x = found[0].args[0]  # type: ignore[union-attr]
+            for more in found[1:]:
+                x = added(node.graph, node, x, more.args[0])  # type: ignore[union-attr, arg-type]
+            total = node.graph.node_copy(found[0])  # type: ignore[arg-type]
+            total.args = (x, *total.args[1:])
+            if sizes(val(total)) != sizes(val(node)):
+                total = call(node.graph, node, aten.view.default, (total, list(val(node).shape)), val(node))
+            new.insert(0, total)
+        total = new[0]
+        for term in new[1:]:
+            total = call(node.graph, node, aten.add.Tensor, (total, term), val(node))
+    node.replace_all_uses_with(total)
+
+
+def _stages(graph: torch.fx.Graph) -> dict[Node, int]:
+    """By node: how many products and reductions are one behind another before it, itself included."""
+    out: dict[Node, int] = {}
+    for n in graph.nodes:
+        packet = getattr(n.target, "overloadpacket", None)
+        ends = packet in flop_registry or getattr(packet, "__name__", "") in _REDUCTIONS
+        out[n] = max((out[a] for a in n.all_input_nodes), default=0) + ends
+    return out
+
+
+# -- parts of both --------------------------------------------------------------------------------------------------
 def call(graph: Graph, like: Node, op: object, args: tuple, val: torch.Tensor, kwargs: dict | None = None) -> Node:
     new = graph.call_function(op, args, kwargs)  # type: ignore[arg-type]
     new.meta = {**like.meta, "val": val}

@@ -37,8 +37,9 @@ def _now(n: Any) -> int:
 
 
 # -- in a graph, of Dynamo's or of torch.export's ------------------------------------------------------------------
-def value_of(node: torch.fx.Node) -> Any:
-    return node.meta.get("example_value", node.meta.get("val"))
+def value(node: Any) -> Any:
+    """A fake tensor, a symbolic number, or what ``node`` is if it is no node."""
+    return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, torch.fx.Node) else node
 
 
 def strided(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
@@ -49,10 +50,10 @@ def strided(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
 
 def root(node: torch.fx.Node) -> torch.fx.Node:
     """The tensor that ``node`` is a view of, through others."""
-    found, storage = node, storage_of(value_of(node))
+    found, storage = node, storage_of(value(node))
     while (of := _operand(node)) is not None:
         node = of
-        if (there := storage_of(value_of(node))) is not None:  # (else one of several, as of a split)
+        if (there := storage_of(value(node))) is not None:  # (else one of several, as of a split)
             if there != storage:
                 break
             found = node
@@ -72,7 +73,7 @@ def counted_from(module: torch.fx.GraphModule) -> list[int]:
     roots = {root(of) for n in counting if (of := _operand(n)) is not None}
     inside = any(n.graph is not module.graph for n in counting)
     given = enumerate(n for n in module.graph.nodes if n.op == "placeholder")
-    return [i for i, n in given if storage_of(value_of(n)) is not None and (inside or n in roots)]
+    return [i for i, n in given if storage_of(value(n)) is not None and (inside or n in roots)]
 
 
 def _counts(node: torch.fx.Node) -> bool:

@@ -45,13 +45,17 @@ def integer(s: Stmt) -> Expr | None:
 
 
 def _comparison(body: Sequence[Stmt], s: Stmt) -> bool | None:
+    spare = excess(body, s)
+    return None if spare is None else True if nonneg(spare) else False if nonneg(-spare - 1) else None
+
+
+def excess(body: Sequence[Stmt], s: Stmt) -> Expr | None:
+    """For a comparison of positions: what is not negative where it holds."""
     if not isinstance(s, Op) or s.op not in ORDER:
         return None
     low, high, least = ORDER[s.op]
     a, z = integer(body[s.args[low]]), integer(body[s.args[high]])
-    if a is None or z is None:
-        return None
-    return True if nonneg(z - a - least) else False if nonneg(a - z - 1 + least) else None
+    return None if a is None or z is None else z - a - least
 
 
 def folded(b: BodyBuilder, s: Stmt) -> int | None:
@@ -87,13 +91,13 @@ def _opposite(body: Sequence[Stmt], a: int, z: int) -> bool:
     return all(integer(body[i]) is not None for i in s.args)
 
 
-def narrowed(b: BodyBuilder, mask: int | None) -> tuple[Exprs, Exprs]:
+def narrowed(body: Sequence[Stmt], mask: int | None) -> tuple[Exprs, Exprs]:
     """Where a mask holds, the loop variables it compares have tighter ranges: with ``v >= 4 and v < 8``, v is ``w + 4``
     for some w < 4. Divisions simplify with that; elsewhere the values are wrong, but masked off. Returns v -> w + 4,
     w -> v - 4."""
     bounds: dict[Var, list[Expr]] = {}
     if mask is not None:
-        _collect_bounds(b, mask, bounds)
+        _collect_bounds(body, mask, bounds)
     narrow: Exprs = {}
     widen: Exprs = {}
     for v, (low, high) in bounds.items():
@@ -104,23 +108,21 @@ def narrowed(b: BodyBuilder, mask: int | None) -> tuple[Exprs, Exprs]:
 
 def held(body: tuple[Stmt, ...], mask: int | None) -> float:
     """At which part of the points a mask holds; the others cost little."""
-    b = BodyBuilder()
-    b.body = list(body)
-    _, there = narrowed(b, mask)
+    _, there = narrowed(body, mask)
     news = ((w, v) for w, e in there.items() if isinstance(w, Var) for v in e.variables())
     return prod(w.size.hint() / max(1, v.size.hint()) for w, v in news)
 
 
-def _collect_bounds(b: BodyBuilder, value: int, bounds: dict[Var, list[Expr]]) -> None:
+def _collect_bounds(body: Sequence[Stmt], value: int, bounds: dict[Var, list[Expr]]) -> None:
     """From comparisons such as ``v + c < e``, joined by ``and``: [low, high) of each variable."""
-    s = b.body[value]
+    s = body[value]
     if not isinstance(s, Op):
         return
     if s.op == "and":
         for a in s.args:
-            _collect_bounds(b, a, bounds)
+            _collect_bounds(body, a, bounds)
     elif s.op in ("lt", "le", "gt", "ge"):
-        left, right = (integer(b.body[a]) for a in s.args)
+        left, right = (integer(body[a]) for a in s.args)
         if left is None or right is None:
             return
         op = s.op
@@ -188,26 +190,31 @@ def _by_position(body: Sequence[Stmt], mask: int) -> bool:
     return all(isinstance(body[i], (Index, Const, Op)) for i in needed(body, [mask]))
 
 
-def without_selects(body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
-    """Without each ``where m ...`` whose value matters only where ``m`` holds, since another selects by ``m`` later."""
-    under: dict[int, set[int]] = {}  # per statement: the masks that hold wherever its value matters
+def selected(body: Sequence[Stmt]) -> dict[int, set[int]]:
+    """Per statement: the masks that hold wherever its value matters."""
+    under: dict[int, set[int]] = {}
 
     def used(i: int, masks: set[int]) -> None:
         under[i] = under[i] & masks if i in under else set(masks)
 
-    same: dict[int, int] = {}
     for i in reversed(range(len(body))):
-        s, mine = body[i], under.get(i, set())
+        s, mine = body[i], under.setdefault(i, set())
         if isinstance(s, Op) and s.op == "where":
             m, a, b = s.args
-            if m in mine:
-                same[i] = a
             used(m, mine - {m})
             used(a, mine | {m})
             used(b, mine)
         else:
             for a in stmt_args(s):  # an access is made, and a position checked, whether its value matters or not
                 used(a, mine if isinstance(s, (Op, Index)) else set())
+    return under
+
+
+def without_selects(body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+    """Without each ``where m ...`` whose value matters only where ``m`` holds, since another selects by ``m`` later."""
+    under = selected(body)
+    wheres = {i: s.args for i, s in enumerate(body) if isinstance(s, Op) and s.op == "where"}
+    same = {i: args[1] for i, args in wheres.items() if args[0] in under[i]}
     if not same:
         return body
     out = BodyBuilder()

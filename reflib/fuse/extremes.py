@@ -27,8 +27,7 @@ _ALONE = ("exp", "to_f16", "to_bf16")
 
 def extremes(fused: Fused, options: Options, target: Target) -> Fused:
     """The same kernels, without maxima that follow from another one of the same rows."""
-    nodes = tuple(without_followers(n) if isinstance(n, LoopNest) else n for n in fused.program.nodes)
-    return replace(fused, program=replace(fused.program, nodes=nodes))
+    return fused.mapped(without_followers)
 
 
 def without_followers(loops: LoopNest) -> LoopNest:

@@ -20,13 +20,12 @@ loaded or computed for each element. Four rows at once, a quarter of the tensor 
 element for 34, where a point lies between two of 800 (16,384 rows of 1,601).
 """
 
-from dataclasses import replace
 from math import gcd
 
 from ..ir.expr import Ref
 from ..ir.instructions import work_of
 from ..ir.loops import Axis, Load, LoopNest, Op, Reduce, Scan, Store
-from ..ir.program import Buffer, Node
+from ..ir.program import Buffer
 from ..ir.traffic import WARP, accesses, cheapest_last, neighbours
 from ..ir.transforms import needed, two_passes, varying
 from ..options import Options
@@ -50,12 +49,11 @@ def halves(fused: Fused, options: Options, target: Target) -> Fused:
     if not target.is_gpu:
         return fused
 
-    def new(n: Node) -> Node:
-        if not isinstance(n, LoopNest) or any(isinstance(s, Scan) for s in n.body):
-            return n
-        return _written_out(n, target, options.batch_invariant)
+    def new(n: LoopNest) -> LoopNest:
+        scans = any(isinstance(s, Scan) for s in n.body)
+        return n if scans else _written_out(n, target, options.batch_invariant)
 
-    return replace(fused, program=replace(fused.program, nodes=tuple(map(new, fused.program.nodes))))
+    return fused.mapped(new)
 
 
 def together(fused: Fused, options: Options, target: Target) -> Fused:
@@ -63,11 +61,11 @@ def together(fused: Fused, options: Options, target: Target) -> Fused:
     if not target.is_gpu:
         return fused
 
-    def new(n: Node) -> Node:
-        alone = isinstance(n, LoopNest) and not n.reduced and not any(isinstance(s, Scan) for s in n.body)
-        return _together(n, target, fused.program.buffers) if alone else n  # type: ignore[arg-type]
+    def new(n: LoopNest) -> LoopNest:
+        alone = not n.reduced and not any(isinstance(s, Scan) for s in n.body)
+        return _together(n, target, fused.program.buffers) if alone else n
 
-    return replace(fused, program=replace(fused.program, nodes=tuple(map(new, fused.program.nodes))))
+    return fused.mapped(new)
 
 
 def _written_out(loops: LoopNest, target: Target, invariant: bool) -> LoopNest:

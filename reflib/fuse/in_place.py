@@ -358,8 +358,7 @@ class _Deciding:
         return [u for u in g.updates if u not in self.given_back and u.kind != "same"]
 
     def _parts_put_back(self) -> set[str]:
-        """Buffers in parts of others, to which they are put back in the end. (One that is not would keep all of the
-        storage that it is a part of.)"""
+        """Buffers in parts of others, to which they are put back in the end: else one would keep all of the storage."""
         made = {u.new: u for u in self.accepted}
         out: set[str] = set()
         for w in self.given_back:

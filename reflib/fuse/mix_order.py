@@ -34,11 +34,14 @@ are
   much as the next row's element takes (which is read ahead), and one for what all rows share: 2 + 2 * 1.5 + 1 = 6 for a
   layer norm in bfloat16, whose rows may have 8192 elements, 16 per thread of 512.
 * read: what is computed from much less (all pairs of two lists) is computed again for less than it is kept for.
-* many: each of the P = ``units`` programs takes at least ``LEAST`` of them, and a whole block. The partial results cost
+* many: each of the P = ``units`` programs takes at least ``LEAST`` of them. The partial results cost
   8 bytes (written, read) per column, sum and program; a row costs 6 bytes per column (bfloat16: two tensors read, one
   written) and saves 4. From 64 rows per program on, two sums cost less than 5%. Then P is twice as much, if rows are
   half as long as they may be: one program of a multiprocessor reads while the other waits for its own reductions. (By
   hand, 32,768 rows of 4,096: 345 us with 132 programs, 231 with 264 on an H200; 382, 290 on an H100.)
+* or few, and short: a launch takes longer than such a tensor, and sums of ``CUT`` rows or more would take two of their
+  own. Then programs may have ``FEW`` rows each, and be fewer than multiprocessors, while each has ``SHORT`` elements or
+  less. (1,024 rows of 768 with a bias, dropout, and a norm's weight and bias: 2 launches instead of 5.)
 
 Facts from TorchInductor 2.13 (``MixOrderReduction`` in torch/_inductor/scheduler.py): there a fused pair of a row and a
 column reduction becomes such a kernel, over rows that are contiguous for each program, if the column reduction needs no
@@ -68,6 +71,8 @@ from .split import PartialResults, can_split, reduces_columns, row_major, second
 THREADS = 512  # of a program
 REGISTERS = 96  # of a thread's 128, for elements; the others are for addresses and the like
 LEAST = 16  # rows per program
+FEW, SHORT = 8, 1 << 14  # ... of a program that ends after so many elements
+CUT = 256  # rows; sums of fewer are one kernel in any case
 MANY = 64  # rows per program, where each multiprocessor has two
 ELEMENTS = 16  # per thread and tensor, if there are registers for so many
 HELD = 4096  # elements of each tensor, by a program
@@ -115,7 +120,8 @@ def _refuse(fused: Fused, rows: LoopNest, columns: LoopNest, reason: Reason) -> 
 
 # -- which --------------------------------------------------------------------------------------------
 def _candidates(fused: Fused, target: Target) -> Iterator[tuple[LoopNest, LoopNest]]:
-    """Column sums, each with a row reduction over as many rows and columns. A small tensor is read from the cache."""
+    """Column sums, each with a row reduction over as many rows and columns. Of a small tensor, which is read from the
+    cache, if they would be cut in two: that is a launch more."""
     loops = [n for n in fused.program.nodes if isinstance(n, LoopNest) and n.reduced]
     across: dict[tuple[Expr, Expr], LoopNest] = {}
     for n in loops:
@@ -125,8 +131,10 @@ def _candidates(fused: Fused, target: Target) -> Iterator[tuple[LoopNest, LoopNe
         lengths = [product(a.size for a in n.parallel[k:]) for k in range(1, len(n.parallel))]
         found = [across.get((n.numel * n.rnumel // length, length)) for length in lengths if length != 0]
         rows = next((r for r in (across.get((n.rnumel, n.numel)), *found) if r is not None), None)
+        if rows is None or not (reduces_columns(n) and can_split(n) and _sums(n)):
+            continue
         large = (n.numel * n.rnumel).hint() >= ELEMENTS * THREADS * target.units
-        if rows is not None and large and reduces_columns(n) and can_split(n) and _sums(n):
+        if large or _groups(n, rows) == 1 and n.rnumel.hint() >= CUT:
             yield n, rows
 
 
@@ -147,14 +155,15 @@ def _pieces(loops: LoopNest, mine: int, groups: int, options: Options, target: T
         return Reason("columns", f"rows of {loops.rnumel} elements, not known before run time: registers hold no row")
     if length < 2 or length > options.persistent_limit or block(length) > THREADS * ELEMENTS:
         return Reason("columns", f"registers do not hold rows of {length} elements and their column sums")
-    if rows < LEAST * target.units:
+    each = min(target.units, rows // FEW)
+    if rows < LEAST * target.units and rows * length > SHORT * each:
         return Reason("columns", f"{rows} rows are too few for {target.units} programs that each sum their own")
     halved = 2 * block(length) <= THREADS * ELEMENTS
     programs = _filling(groups, rows, (1 + halved) * target.units, target) if groups > 1 else 0
     if mine != 1 and (mine != groups or not programs):
         return Reason("columns", f"{mine or 'some'} groups of {rows} rows do not fill {target.units} multiprocessors")
     two = halved and rows >= 2 * MANY * target.units
-    return programs // mine or (2 * target.units if two else target.units)
+    return programs // mine or (2 * target.units if two else each)
 
 
 def _filling(groups: int, rows: int, most: int, target: Target) -> int:

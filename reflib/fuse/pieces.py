@@ -79,8 +79,7 @@ def ways_rule(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
 
 
 def _cut(loops: LoopNest, program: Program, combine: bool) -> list[LoopNest]:
-    """``loops`` in pieces along one of its axes; none where that does not pay. ``combine``: small kernels share a
-    launch."""
+    """``loops`` in pieces along an axis; none where that does not pay. ``combine``: small kernels share a launch."""
     again, whole = {*loops.reads()} & {*loops.writes()}, _time(loops, program.buffers)
     if again or any(isinstance(s, (Reduce, Scan)) for s in loops.body) or any(s.reduce for s in loops.stores()):
         return []

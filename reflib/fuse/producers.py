@@ -112,7 +112,7 @@ def _insert(
     b: BodyBuilder, p: Producer, load: Load, add: Callable[[BodyBuilder, Stmt], int], longest: float
 ) -> int:  # fmt: skip
     """The producer's body at the element that ``load`` reads; returns the position of the value."""
-    env = _axes_at(load.index, p, *narrowed(b, load.mask))
+    env = _axes_at(load.index, p, *narrowed(b.body, load.mask))
     if any(isinstance(a, BinOp) and len(a.key) > longest for e in env.values() for a in e.atoms()):
         raise TooLong
     ids: dict[int, int] = {}
@@ -153,8 +153,7 @@ def _in_range(v: Var, env: Exprs) -> bool:
 
 
 def _small(load: Load, env: Exprs) -> bool:
-    """Is it an element of a vector, such as a norm's weights, that can be read whatever the mask? Loads for several
-    masks are then one."""
+    """Is it an element of a vector (a norm's weights) that can be read under any mask? Several loads are then one."""
     walked = load.index.variables()
     if load.mask is not None or len(walked) > 1 or load.index.atoms() - set(walked):
         return False

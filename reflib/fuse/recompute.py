@@ -3,13 +3,16 @@
 The backward of a norm makes ``x_hat = (x - mean) * rstd`` in the kernel that reduces rows, and needs it in the kernel
 that reduces columns. Stored in float32 it costs 4 bytes written and 4 read per element; computed again from ``x`` in
 bfloat16 it costs 2 read. So, once kernels are formed, a load of such a value is replaced by its computation where that
-moves fewer bytes and takes little arithmetic. What a reduction gave it per row, as the mean, is stored for that. A
+moves fewer bytes and takes little arithmetic. What a reduction gave it per row, as the mean, is stored for that. What
+the first kernel stores in any case, others compute from: the second of two tensors that follow from each other, and
+what a product's kernel would store beside the product (a soft cap of logits, in float32, that a softmax reads). A
 broadcast (a rotary embedding's cosines) is read from a cache, and would be computed for every element: that is only
 done where it saves a launch, and either hides behind what the kernel moves or costs less.
 
 NB: TorchInductor decides this while lowering (``realize`` heuristics), before kernels are formed.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -17,9 +20,9 @@ import torch
 
 from ..ir.expr import Ref, product
 from ..ir.instructions import LOAD, PER_BYTE, weight, work_of
-from ..ir.loops import Axis, Indirect, Load, LoopNest, Op, Reduce, Scan, Store, stmt_args
+from ..ir.loops import Acc, Axis, Indirect, Load, LoopNest, Op, Reduce, Scan, Store, stmt_args
 from ..ir.ops import value_dtype
-from ..ir.program import Buffer, Node, Program
+from ..ir.program import Buffer, Node, Program, Template
 from ..ir.transforms import eliminate_dead, needed, select, varying
 from ..lower.context import contiguous_strides
 from ..options import Options
@@ -43,6 +46,7 @@ def recompute(fused: Fused, options: Options, target: Target) -> Fused:
         return fused
     program = fused.program
     depends = dependencies(program)
+    depends = replace(depends, readers={b: list(r) for b, r in depends.readers.items()})
     nodes = list(program.nodes)
     changed, buffers = False, dict(program.buffers)
     for position, node in enumerate(nodes):
@@ -53,6 +57,8 @@ def recompute(fused: Fused, options: Options, target: Target) -> Fused:
             if (new := _without_load(program, depends, nodes, position, name, buffers)) is not None:
                 nodes[position] = new
                 changed = True
+                for b in new.reads():
+                    depends.readers[b] = sorted({*depends.readers.get(b, ()), position})
     done = replace(program, nodes=tuple(nodes), buffers=buffers)
     return fused.regrouped(drop_stores(done)) if changed else fused
 
@@ -67,10 +73,30 @@ def _without_load(
     assert isinstance(node, LoopNest)
     if len(writers) != 1 or writers[0] >= position:
         return None
-    writer = nodes[writers[0]]
+    made = nodes[writers[0]]
+    writer = made.epilogue if isinstance(made, Template) else made
     if not isinstance(writer, LoopNest):
         return None
-    source, both = _from_stored(program, writer, _at_hand(program, node, name))
+    have = _at_hand(program, node, name)
+    stays = {b for b in writer.writes() if b != name and _stays(depends, nodes, node, b)} - have
+    trials = (_computing(program, depends, nodes, position, name, writer, w, buffers) for w in (have, have | stays))
+    return next((new for new in itertools.islice(trials, 1 + bool(stays)) if new is not None), None)
+
+
+def _stays(depends: Dependencies, nodes: list[Node], node: LoopNest, name: str) -> bool:
+    """Is it stored in any case, for others than ``node``?"""
+    readers = (r for r in depends.readers.get(name, []) if nodes[r] is not node)
+    return name in depends.needed or any(name in nodes[r].reads() for r in readers)
+
+
+def _computing(
+    program: Program, depends: Dependencies, nodes: list[Node], position: int, name: str, writer: LoopNest,
+    have: set[str], buffers: dict[str, Buffer],
+) -> LoopNest | None:  # fmt: skip
+    """``have``: what may be read of what the writer stores, instead of what it made that of."""
+    node, writers = nodes[position], depends.writers[name]
+    assert isinstance(node, LoopNest)
+    source, both = _from_stored(program, writer, have)
     rows = _of_rows(source, name)
     slice_ = _computation(source, name, rows)
     if slice_ is None or not makes_all(program, slice_, slice_.stores()[0]):
@@ -92,8 +118,8 @@ def _without_load(
     if not _arithmetic_pays(program, depends, writer, slice_, node, new, name):
         return None
     if rows:
-        made = _row_buffers(writer, rows, buffers)
-        nodes[writers[0]] = replace(writer, body=(*writer.body, *made))
+        kept = _row_buffers(writer, rows, buffers)
+        nodes[writers[0]] = replace(writer, body=(*writer.body, *kept))
     return new
 
 
@@ -177,13 +203,13 @@ def _row_buffers(writer: LoopNest, rows: Mapping[int, Load], buffers: dict[str, 
 
 
 def _computation(writer: LoopNest, name: str, rows: Mapping[int, Load]) -> LoopNest | None:
-    """The statements of ``writer`` that make ``name``, elementwise; None if a reduction is among them."""
+    """The statements of ``writer`` that make ``name``, elementwise; None if a reduction or a product is among them."""
     stores = [i for i, s in enumerate(writer.body) if isinstance(s, Store) and s.buffer == name]
     if len(stores) != 1 or writer.body[stores[0]].reduce:  # type: ignore[union-attr]
         return None
     whole = tuple(rows.get(i, s) for i, s in enumerate(writer.body))
     live = needed(whole, stores)
-    if any(isinstance(whole[i], (Reduce, Scan)) for i in live):
+    if any(isinstance(whole[i], (Reduce, Scan, Acc)) for i in live):
         return None
     body = select(whole, live)
     store = body[-1]
@@ -228,10 +254,12 @@ def drop_stores(program: Program) -> Program:
     dead = {name for name, b in program.buffers.items() if b.kind == "temp" and name not in read}
     nodes: list[Node] = []
     for n in program.nodes:
-        if isinstance(n, LoopNest) and dead & set(n.writes()):
-            kept = (i for i, s in enumerate(n.body) if not (isinstance(s, Store) and s.buffer in dead))
-            n = replace(n, body=eliminate_dead(select(n.body, kept)))
-            if not n.body:
+        loops = n.epilogue if isinstance(n, Template) else n
+        if isinstance(loops, LoopNest) and dead & set(loops.writes()):
+            kept = (i for i, s in enumerate(loops.body) if not (isinstance(s, Store) and s.buffer in dead))
+            loops = replace(loops, body=eliminate_dead(select(loops.body, kept)))
+            if not loops.body:
                 continue
+            n = replace(n, epilogue=loops) if isinstance(n, Template) else loops
         nodes.append(n)
     return replace(program, nodes=tuple(nodes), buffers=used_buffers(program, nodes))

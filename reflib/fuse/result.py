@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ..ir.loops import LoopNest
 from ..ir.program import Program
 
 
@@ -62,3 +64,8 @@ class Fused:
         """With ``program``, which has the same nodes in another order, or fewer of them."""
         groups = {g.name: g for g in self.groups}
         return replace(self, program=program, groups=tuple(groups[n.name] for n in program.nodes))
+
+    def mapped(self, change: Callable[[LoopNest], LoopNest]) -> Fused:
+        """With each loop nest changed."""
+        nodes = tuple(change(n) if isinstance(n, LoopNest) else n for n in self.program.nodes)
+        return replace(self, program=replace(self.program, nodes=nodes))

@@ -37,8 +37,7 @@ def row_order(fused: Fused, options: Options, target: Target) -> Fused:
     """The same kernels, on a GPU, such rows with one axis each."""
     if not target.is_gpu:
         return fused
-    nodes = (one_axis(n, fused.program) if isinstance(n, LoopNest) else n for n in fused.program.nodes)
-    return replace(fused, program=replace(fused.program, nodes=tuple(nodes)))
+    return fused.mapped(lambda n: one_axis(n, fused.program))
 
 
 def one_axis(loops: LoopNest, program: Program) -> LoopNest:

@@ -11,11 +11,11 @@ from dataclasses import replace
 from functools import partial, reduce
 
 from ..ir.expr import Atom, BinOp, Expr, Var, ceildiv, expr
-from ..ir.loops import BodyBuilder, Index, Load, LoopNest, Op, Stmt, map_stmt, stmt_args
+from ..ir.loops import BodyBuilder, Load, LoopNest, Op, Stmt, map_stmt
 from ..ir.transforms import eliminate_dead
 from ..options import Options
 from ..target import Target
-from .decided import integer
+from .decided import integer, selected
 from .dependencies import dependencies
 from .mapping import fresh
 from .result import Fused
@@ -27,15 +27,14 @@ def same_element(fused: Fused, options: Options, target: Target) -> Fused:
     updated = {b for b in dependencies(program).writers if program.buffers[b].kind == "input"}
     if not updated:
         return fused
-    nodes = [_rewritten(n, updated) if isinstance(n, LoopNest) else n for n in program.nodes]
-    return replace(fused, program=replace(program, nodes=tuple(nodes)))
+    return fused.mapped(lambda n: _rewritten(n, updated))
 
 
 def _rewritten(loops: LoopNest, updated: set[str]) -> LoopNest:
     body, stored = loops.body, {s.index for s in loops.stores()}
     if not any(s.buffer in updated and s.index not in stored for s in loops.loads()):
         return loops
-    under = _masks(body)
+    under = selected(body)
     b = BodyBuilder()
     ids: dict[int, int] = {}
     for i, s in enumerate(body):
@@ -48,26 +47,6 @@ def _rewritten(loops: LoopNest, updated: set[str]) -> LoopNest:
             new = replace(new, index=at, mask=reduce(partial(b.op, "and"), [ids[m] for m in masks]))
         ids[i] = b.add(new)
     return loops if tuple(b.body) == body else replace(loops, body=eliminate_dead(tuple(b.body)))
-
-
-def _masks(body: Sequence[Stmt]) -> dict[int, set[int]]:
-    """Per statement: masks that hold wherever its value matters."""
-    under: dict[int, set[int]] = {}
-
-    def used(i: int, masks: set[int]) -> None:
-        under[i] = under[i] & masks if i in under else set(masks)
-
-    for i in reversed(range(len(body))):
-        s, mine = body[i], under.setdefault(i, set())
-        if isinstance(s, Op) and s.op == "where":
-            m, a, b = s.args
-            used(m, mine)
-            used(a, mine | {m})
-            used(b, mine)
-        else:
-            for a in stmt_args(s):
-                used(a, mine if isinstance(s, (Op, Index)) else set())
-    return under
 
 
 def _equal(body: Sequence[Stmt], s: Load, under: Sequence[int], stored: set[Expr]) -> tuple[Expr, list[int]] | None:

@@ -29,19 +29,7 @@ from math import ceil
 import torch
 
 from ..ir.expr import ONE, ZERO, Expr, ceildiv, divide_exact, expr, maximum, minimum, product
-from ..ir.loops import (
-    Axis,
-    BodyBuilder,
-    Indirect,
-    Load,
-    LoopNest,
-    Reduce,
-    Scan,
-    Stmt,
-    Store,
-    map_stmt,
-    stmt_args,
-)
+from ..ir.loops import Axis, BodyBuilder, Indirect, Load, LoopNest, Reduce, Scan, Stmt, Store, map_stmt, stmt_args
 from ..ir.ops import identity
 from ..ir.program import Buffer, Node, Program
 from ..ir.transforms import eliminate_dead, merge_axes, needed, varying
@@ -347,7 +335,9 @@ def cut_axis(axis: Axis, pieces: int, alone: bool) -> Cut:
 
 
 def first_step(
-    loops: LoopNest, cut: Cut, buffers: dict[str, Buffer],
+    loops: LoopNest,
+    cut: Cut,
+    buffers: dict[str, Buffer],
     change: Callable[[BodyBuilder, int, Stmt], Stmt] | None = None,
 ) -> tuple[LoopNest, dict[int, list[str]]]:
     """``part[p..., s] = reduce_t ...``; returns also which buffers hold each Reduce's partial results. ``change``: of
@@ -382,8 +372,7 @@ class PartialResults:
         self.made: dict[int, str] = {}  # by the partial reduction
 
     def add(self, i: int, reduce: Reduce, mask: int | None) -> None:
-        """An arg* needs the extreme value of each piece as well as its index, an m2 the sum. ``mask``: where the piece
-        is inside."""
+        """An arg* needs each piece's extreme value too, an m2 the sum. ``mask``: where the piece is inside."""
         steps = [reduce]
         if reduce.kind.startswith("arg"):
             steps.insert(0, Reduce(reduce.kind[3:], reduce.args[:1], self.b.dtype(reduce.args[0])))
@@ -437,7 +426,11 @@ def row_major(axes: Sequence[Axis]) -> Expr:
 
 
 def second_step(
-    loops: LoopNest, pieces: Expr, partials: dict[int, list[str]], buffers: dict[str, Buffer], cut: Cut | None = None,
+    loops: LoopNest,
+    pieces: Expr,
+    partials: dict[int, list[str]],
+    buffers: dict[str, Buffer],
+    cut: Cut | None = None,
     weight: Callable[[BodyBuilder, Expr, dict[int, int]], int] | None = None,
 ) -> LoopNest:
     """Reduce the partial results, then everything that ran once per row. An m2 takes ``cut``. ``weight``: what each

@@ -29,8 +29,7 @@ OPERATOR = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum"}
 
 
 def split_scans(fused: Fused, options: Options, target: Target) -> Fused:
-    """Cut every scan of few, long rows in three, on a GPU. The steps are not cut again when the program is fused
-    again."""
+    """Cut every scan of few, long rows in three, on a GPU. The steps are not cut when the program is fused again."""
     if not options.split_reductions or options.batch_invariant or not target.is_gpu:
         return fused
     program = fused.program

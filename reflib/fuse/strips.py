@@ -95,8 +95,7 @@ def _sum(program: Program, d: Dependencies, b: Buffer) -> list[int]:
 
 
 def _cut(b: Buffer, nodes: list[LoopNest], needed: bool) -> tuple[Buffer, list[LoopNest]] | None:
-    """A strip's buffer (of what is ``needed``, the whole), and the nodes of all strips; None where that cannot be or
-    does not pay."""
+    """A strip's buffer (of what is ``needed``, the whole), and the nodes of all strips; None if that does not pay."""
     length, rows = b.shape[-1].constant, [(n, _along(n, b)) for n in nodes]
     if length is None or any(a is None for _, a in rows):
         return None

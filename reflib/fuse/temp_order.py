@@ -27,7 +27,7 @@ from ..target import Target
 from .dependencies import Dependencies, dependencies
 from .places import rehomed
 from .result import Fused
-from .slices import coordinates, same_layout, whole_dimensions
+from .slices import coordinates, whole_dimensions
 
 
 def temp_order(fused: Fused, options: Options, target: Target) -> Fused:
@@ -52,9 +52,13 @@ def temp_order(fused: Fused, options: Options, target: Target) -> Fused:
 
 def _moved(program: Program, places: dict[str, View], done: bool = False) -> Program:
     """With buffers in another order. ``done``: the nodes use them so already."""
-    nodes = program.nodes if done else tuple(
-        n if places.keys().isdisjoint((*n.reads(), *n.writes())) else rehomed(n, places, program.buffers)
-        for n in program.nodes
+    nodes = (
+        program.nodes
+        if done
+        else tuple(
+            n if places.keys().isdisjoint((*n.reads(), *n.writes())) else rehomed(n, places, program.buffers)
+            for n in program.nodes
+        )
     )
     buffers = program.buffers | {b: replace(program.buffers[b], strides=v.strides) for b, v in places.items()}
     return replace(program, nodes=nodes, buffers=buffers)
@@ -70,8 +74,8 @@ def _chains(program: Program, d: Dependencies) -> dict[str, View]:
         store, name = node.stores()[0], node.stores()[0].buffer
         mine = groups[name] = [name]
         for s in node.loads():
-            other, alike = groups.get(s.buffer, mine), same_layout(program.buffers[s.buffer], program.buffers[name])
-            if other is not mine and alike and s.index == store.index:
+            other, b, mate = groups.get(s.buffer, mine), program.buffers[name], program.buffers[s.buffer]
+            if other is not mine and (b.shape, b.strides) == (mate.shape, mate.strides) and s.index == store.index:
                 mine += other
                 groups |= dict.fromkeys(mine, mine)
     out: dict[str, View] = {}
@@ -95,7 +99,7 @@ def _voted(program: Program, d: Dependencies, group: list[str], free: Container[
         axes = [a.var for a in node.axes if a.size != 1]
         assert dims is not None
         found = (_inner(s.index, axes) for s in node.loads() if s.buffer not in free)
-        votes.update({dims.index(v): b.dtype.itemsize for v in found if v is not None})
+        votes.update({dims.index(v): b.nbytes.hint() for v in found if v is not None})
         readers = [n for i in d.readers[name] if isinstance(n := program.nodes[i], LoopNest)]
         normed = _normed(readers)
         for n in (n for n in readers if normed or not n.reduced):
@@ -103,7 +107,8 @@ def _voted(program: Program, d: Dependencies, group: list[str], free: Container[
             for s in n.loads():
                 if s.buffer == name and not set(n.writes()) & set(group):
                     at = [k for k, c in enumerate(coordinates(s.index, b) or ()) if c.atom in own]
-                    votes.update(dict.fromkeys(at, b.dtype.itemsize))
+                    read = min(b.nbytes.hint(), (n.numel * n.rnumel).hint() * b.dtype.itemsize)
+                    votes.update(dict.fromkeys(at, read))
                     rows.update(at if n.reduced else ())
     inner = next(k for k, s in enumerate(program.buffers[group[0]].strides) if s == 1)
     best = max(votes, key=lambda k: votes[k], default=inner)

@@ -23,7 +23,7 @@ from ..ir.program import Buffer
 from ..ir.transforms import eliminate_dead, varying
 from ..options import Options
 from ..target import Target
-from .decided import ORDER, integer, narrowed, without_selects
+from .decided import excess, narrowed, without_selects
 from .result import Fused
 
 MOST = 0.9  # of the points, at which a mask holds
@@ -33,9 +33,7 @@ def unmask(fused: Fused, options: Options, target: Target) -> Fused:
     """The same results; for GPUs."""
     if not target.is_gpu:
         return fused
-    program = fused.program
-    nodes = [_unmasked(n, program.buffers) if isinstance(n, LoopNest) else n for n in program.nodes]
-    return replace(fused, program=replace(program, nodes=tuple(nodes)))
+    return fused.mapped(lambda n: _unmasked(n, fused.program.buffers))
 
 
 def _unmasked(loops: LoopNest, buffers: Mapping[str, Buffer]) -> LoopNest:
@@ -63,13 +61,9 @@ def _share(body: Sequence[Stmt], mask: int) -> float:
     s = body[mask]
     if isinstance(s, Op) and s.op == "and":
         return _share(body, s.args[0]) * _share(body, s.args[1])
-    if not isinstance(s, Op) or s.op not in ORDER:
+    if (spare := excess(body, s)) is None:
         return 0
-    low, high, least = ORDER[s.op]
-    a, z = integer(body[s.args[low]]), integer(body[s.args[high]])
-    if a is None or z is None:
-        return 0
-    most, few = max_value(z - a - least), max_value(a - z + least)
+    most, few = max_value(spare), max_value(-spare)
     return 0 if most is None or few is None else min(1, max(0, (most + 1) / max(1, most + few + 1)))
 
 
@@ -77,9 +71,7 @@ def _equal(body: Sequence[Stmt], s: Load, free: set[tuple[str, Expr]]) -> Expr |
     """The index of an element that needs no mask, and is the one that ``s`` reads where its mask holds."""
     if (s.buffer, s.index) in free:
         return s.index
-    b = BodyBuilder()
-    b.body = list(body)
-    narrow, _ = narrowed(b, s.mask)
+    narrow, _ = narrowed(body, s.mask)
     fixed = {v: e.subs(dict.fromkeys(e.variables(), 0)) for v, e in narrow.items() if not _moves(e)}
     alike = (at for name, at in free if fixed and name == s.buffer and at.subs(fixed) == s.index.subs(fixed))
     return next(alike, None)

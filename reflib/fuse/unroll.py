@@ -414,8 +414,7 @@ def _in_pairs(loops: LoopNest) -> bool:
 
 
 def unrolled(loops: LoopNest, pairs: bool = False) -> LoopNest:
-    """Without its reduced axes, whose sizes are constants: each statement once per element of these. ``pairs``: sums
-    are of neighbours, and so on."""
+    """Without its reduced axes, of constant sizes: each statement once per element. ``pairs``: neighbours' sums."""
     loops = two_passes(loops)
     level = varying(loops.body, loops.reduced_vars)
     points = _points(loops)

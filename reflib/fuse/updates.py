@@ -110,8 +110,7 @@ def _call(program: Program, d: Dependencies, position: int, node: Extern) -> Upd
 
 
 def in_place_form(op: object) -> torch._ops.OpOverload | None:
-    """``index_add_.default`` of ``index_add.default``: the same arguments, of which the first is written to and
-    returned."""
+    """``index_add_.default`` of ``index_add.default``: the same arguments; the first is written to and returned."""
     if not isinstance(op, torch._ops.OpOverload) or op.namespace not in OWN or op._schema.is_mutable:
         return None
     packet = getattr(getattr(torch.ops, op.namespace), op._schema.name.partition("::")[2] + "_", None)

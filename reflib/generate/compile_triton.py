@@ -143,8 +143,7 @@ def _triton_version() -> str:
 
 # -- compiling --------------------------------------------------------------------------------------
 def load_function(kernel: Kernel, key: str = "") -> Any:
-    """The kernel's ``@triton.jit`` function. Its text is written to the cache: Triton reads the file again, and so
-    can a person with a debugger."""
+    """The kernel's ``@triton.jit`` function. Its text is written to the cache, where Triton and debuggers read it."""
     path = cache.put("kernels", key or cache.key("source", kernel.source), kernel.source.encode(), ".py")
     names: dict[str, Any] = {"__name__": f"reflib_kernel_{kernel.name}", "__file__": str(path)}
     exec(compile(kernel.source, str(path), "exec"), names)

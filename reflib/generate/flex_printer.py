@@ -31,8 +31,7 @@ Step = Callable[[bool], None]
 
 
 class SlotPrinter(StatementPrinter):
-    """Prints the slot piece by piece: what does not vary along a row once (``outside``), the rest where a result is
-    asked for (``value``)."""
+    """Prints the slot: what does not vary along a row once (``outside``), the rest where it is asked for."""
 
     def outside(self, results: Iterable[str]) -> None:
         """What the columns have no part in, before the loops."""

@@ -1,8 +1,8 @@
 """A Template with its Tiling to Triton: one readable kernel that multiplies and runs the epilogue. (On a CPU it has no
 tiling, and is printed by ``cpp_product``.)
 
-Three kinds (``ir.program.Tiling``): ``tiled`` is printed here, ``split`` by ``matmul_split``, ``persistent`` by
-``matmul_persistent``, all with the parts in ``matmul_printer``.
+Four kinds (``ir.program.Tiling``): ``tiled`` is printed here, ``split`` by ``matmul_split``, ``persistent`` by
+``matmul_persistent``, ``row`` by ``matmul_row``, all with the parts in ``matmul_printer``.
 """
 
 from collections.abc import Collection
@@ -15,6 +15,7 @@ from .cpp_product import print_product
 from .kernel import Kernel
 from .matmul_persistent import print_persistent
 from .matmul_printer import MatmulPrinter
+from .matmul_row import print_row
 from .matmul_split import print_split
 
 
@@ -45,4 +46,4 @@ def print_tiled(p: MatmulPrinter) -> Expr:
     return p.tiles
 
 
-KINDS = {"tiled": print_tiled, "persistent": print_persistent, "split": print_split}
+KINDS = {"tiled": print_tiled, "persistent": print_persistent, "split": print_split, "row": print_row}

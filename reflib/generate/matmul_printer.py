@@ -200,7 +200,7 @@ class MatmulPrinter:
             if name in self.computed:
                 self.computed[name].before(ragged)
             else:
-                self.put(f"{name}_at = {self.pointers[name]} + {self._offset(self.views[name], at)}")
+                self.put(f"{name}_at = {self.pointers[name]} + {self.offset(self.views[name], at)}")
         if loop:
             self.put(f"for k0 in tl.range(0, {depth}, KBLOCK):")
             self.indent(1)
@@ -213,7 +213,7 @@ class MatmulPrinter:
         }
         for name, v in self.views.items():
             computed = self.computed.get(name)
-            text = computed.inside(loop) if computed else self.cast(v, _load(f"{name}_at", masks[name], v.dtype))
+            text = computed.inside(loop) if computed else self.cast(v, load(f"{name}_at", masks[name], v.dtype))
             self.put(f"{name} = {text}")
         self.put(self.dot())
         if loop:
@@ -258,7 +258,7 @@ class MatmulPrinter:
             return f"{text}.to(tl.pointer_type({TL[v.dtype]}), bitcast=True)"
         return text
 
-    def _offset(self, v: View, names: tuple[str, str]) -> str:
+    def offset(self, v: View, names: tuple[str, ...]) -> str:
         """The elements' offsets; a stride of 0 is written too, for the shape of the block."""
         parts = [self.size(v.offset)] if v.offset != 0 else []
         if self.batch != 1 and v.strides[0] != 0:
@@ -268,8 +268,7 @@ class MatmulPrinter:
         return f"({' + '.join(parts)})"
 
     def cast(self, v: View, text: str) -> str:
-        """The prologue: the dtype that was read to the one that is multiplied; from half to the other half through
-        float32."""
+        """The prologue: from the dtype that is read to the one that is multiplied; between halves through float32."""
         return self.convert(text, v.dtype, self.template.dtype)
 
     def convert(self, text: str, source: torch.dtype, dtype: torch.dtype) -> str:
@@ -300,7 +299,7 @@ def _check(name: str, t: Tiling) -> None:
     for what, value in powers.items():
         if value & (value - 1) or value < (what != "reducers"):
             raise GenerateError(f"{name}: the tiling's {what} is {value}; it must be a power of two")
-    if min(t.m, t.n, t.k // t.warps_k) < 16:
+    if t.kind != "row" and min(t.m, t.n, t.k // t.warps_k) < 16:
         raise GenerateError(f"{name}: a tiling of {t}; blocks must be at least 16 (per share of k as well)")
     if t.turned and (t.kind == "persistent" or t.warps_k != 1):
         raise GenerateError(f"{name}: a tiling of {t}; only tiled and split ones that share no k can be turned")
@@ -308,7 +307,7 @@ def _check(name: str, t: Tiling) -> None:
         raise GenerateError(f"{name}: a tiling of kind {t.kind} cannot split k")
 
 
-def _load(at: str, masks: list[str], dtype: torch.dtype) -> str:
+def load(at: str, masks: list[str], dtype: torch.dtype) -> str:
     if not masks:
         return f"tl.load({at})"
     mask = " & ".join(f"({m})" for m in masks) if len(masks) > 1 else masks[0]

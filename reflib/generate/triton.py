@@ -44,8 +44,7 @@ def generate_triton(
     part_printer = PARTS.get(config.reduction, PartPrinter)
     spaces = [layout(p if part_printer.one_pass else two_passes(p), buffers, tile) for p in parts]
     printers = [
-        part_printer(s, config, buffers, needs, f"_{k}" if len(parts) > 1 else "", sure)
-        for k, s in enumerate(spaces)
+        part_printer(s, config, buffers, needs, f"_{k}" if len(parts) > 1 else "", sure) for k, s in enumerate(spaces)
     ]
     bodies = [p.print() for p in printers]
     ends: list[Expr] = []

@@ -31,8 +31,7 @@ ROW = frozenset("x")  # the dimensions of a reduction's result
 
 
 class PartPrinter(StatementPrinter):
-    """Prints one part; with a ``tag``, of several in one kernel. ``aligned``: the buffers that are known to begin at a
-    multiple of 16 bytes."""
+    """Prints one part; with a ``tag``, of several in one kernel. ``aligned``: buffers at multiples of 16 bytes."""
 
     one_pass = False  # does it print m2?
 

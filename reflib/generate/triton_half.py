@@ -18,16 +18,14 @@ distribution below 1e-9 has an absolute error below 1e-12):
 
 Two forms are for every part, since they lose nothing. Division by a power of two is a multiplication. And where a body
 has several exact divisions and square roots, each the call of a function for what is out of range: not that the calls
-are made, but the elements of a thread are computed one after another because of them (the gradients of an option's
-price, 10 divisions: 123 us where TorchInductor, with its approximate ones, takes 44). Those here correct the hardware's
+are made, but the elements of a thread are computed one after another because of them. Those here correct the hardware's
 approximation by what it leaves, as the hardware's own fast path does, and keep the approximation where that is NaN.
 
 A third, in rows of which bytes are stored or that are divided twice (by several statements, or in several passes over
 the row): where a whole row has one divisor, its reciprocal is computed per row, and each quotient corrected by what it
 leaves is the exact one (P. Markstein, IBM J. Res. Dev. 34, 1990): 6 instructions without a branch, none of them one of
-the hardware's approximations, of which a multiprocessor starts 16 per cycle, and a cast to int8 is another (rows
-quantized to int8 took 52 us on an H200, TorchInductor 39). Stored in half precision, in a loop over a long row, the
-quotient is not corrected.
+the hardware's approximations, of which a multiprocessor starts 16 per cycle, and a cast to int8 is another. Stored in
+half precision, in a loop over a long row, the quotient is not corrected.
 """
 
 import math

@@ -1,5 +1,5 @@
 """Ops in Triton that most models do without: division that rounds, remainders, shifts, rounding, tests of floats,
-positions of extremes.
+positions of extremes, random words (``ir/random`` says which; Philox itself is in Triton's library).
 
 Integers divide towards zero in Triton, as in C; division by zero gives 0 here (a masked lane must not trap).
 """
@@ -36,6 +36,7 @@ PRINTERS: dict[str, Printer] = {
     "signbit": lambda needs, t, a: f"{a[0]}.to({_BITS[t]}, bitcast=True) < 0",
     "from_bits": lambda needs, t, a: f"{a[0]}.to({_FROM_BITS[t]}, bitcast=True)",
     "to_bits": lambda needs, t, a: f"{a[0]}.to({_BITS[t]}, bitcast=True)",
+    "philox": lambda needs, t, a: f"{needs.helper('philox_word')}({', '.join(a)})",
     "floor": _jumps(lambda needs, t, a: f"tl.floor({a[0]})"), "ceil": _jumps(lambda needs, t, a: f"tl.ceil({a[0]})"),
 }  # fmt: skip
 
@@ -109,5 +110,20 @@ def floordiv_float(a, b):
     f = tl.where(q - f > 0.5, f + 1.0, f)
     f = tl.where(q == 0, libdevice.copysign(q * 0.0, a / b), f)
     return tl.where(b == 0, a / b, f)
+''',
+    "philox_row": '''
+def philox_row(seed, stream, first, X: tl.constexpr, R: tl.constexpr):
+    """The R words from ``first`` on, a multiple of 4, for each of X rows."""
+    counter = (first.to(tl.int64) >> 2) + tl.arange(0, R // 4)[None, :]
+    a, b, c, d = tl.philox(seed, counter.to(tl.uint32), (counter >> 32).to(tl.uint32), stream.to(tl.uint32), 0)
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [X, R]).to(tl.int32, bitcast=True)
+''',
+    "philox_word": '''
+def philox_word(seed, stream, index):
+    """Word ``index`` of a stream. Neighbours in a thread share a counter, which the compiler may see."""
+    counter = index >> 2
+    a, b, c, d = tl.philox(seed, counter.to(tl.uint32), (counter >> 32).to(tl.uint32), stream.to(tl.uint32), 0)
+    which = index & 3
+    return tl.where(which == 0, a, tl.where(which == 1, b, tl.where(which == 2, c, d))).to(tl.int32, bitcast=True)
 ''',
 }

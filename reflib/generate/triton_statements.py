@@ -24,8 +24,7 @@ ORDER = {"1d": ("x",), "tile": ("y", "x"), "reduction": ("x", "r")}  # of a bloc
 
 @dataclass
 class Value:
-    """A printed value: its name (or literal) and the dimensions it varies with. ``ok``: the name of an index's
-    bounds check."""
+    """A printed value: its name (or literal), the dimensions it varies with, and ``ok``, its bounds check."""
 
     text: str
     dims: Dims

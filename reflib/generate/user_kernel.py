@@ -63,15 +63,15 @@ def refused(x: Extern, buffers: dict[str, Buffer], target: Target) -> str:
 
 
 def expect_taken(program: Program, kernels: Mapping[str, Kernel], target: Target) -> None:
-    """Asks Triton's front end for each kernel of the user's in a scheduled program, by its fastest variant: it is not
-    compiled, so what its passes or the assembler refuse (too much shared memory) is not found. Raises ToolchainError,
-    which names the kernel and the line of its launch."""
-    from .compile_triton import parse
+    """Compiles each kernel of the user's in a scheduled program, by its fastest variant, for ``target``. Raises what
+    the first call would: ToolchainError for what Triton or the assembler refuses, DeviceError for more shared memory
+    than the target has; both name the kernel and the line of its launch."""
+    from .compile_triton import alike, compile_kernel
 
-    for variants in kernel_variants(program.nodes):
-        node = variants.variants[0].kernel
-        if target.is_gpu and isinstance(getattr(node.parts[0], "target", None), UserKernel):
-            parse(kernels[node.name], target)
+    firsts = (v.variants[0].kernel for v in kernel_variants(program.nodes))
+    own = [n.name for n in firsts if isinstance(getattr(n.parts[0], "target", None), UserKernel)]
+    for kernel in dict.fromkeys(alike(kernels[n] for n in own).values() if target.is_gpu else ()):
+        compile_kernel(kernel, target)
 
 
 def _about(x: Extern) -> list[str]:

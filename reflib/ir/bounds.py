@@ -29,8 +29,7 @@ _remembered = _Remembered()
 
 
 def remembered(unknown: Callable[..., Result]) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """A function of expressions with its results kept in a ``_Remembered``; ``unknown``: what it returns where nothing
-    can be proved."""
+    """A function of expressions whose results a ``_Remembered`` keeps; ``unknown``: where nothing is proved."""
 
     def decorate(fn: Callable[..., Result]) -> Callable[..., Result]:
         @wraps(fn)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .program import Config, Template, Tiling, Variant
+from .program import Config, Tiling
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,6 @@ class Key:
     def from_data(data: Mapping[str, Any]) -> Key:
         tiling = data["tiling"]
         return Key(str(data["variant"]), None if tiling is None else Tiling(**tiling), bool(data["apart"]))
-
-
-def key_of(a: Variant) -> Key:
-    """The key follows from the nodes: the name alone, or with the tiling that the Template was given."""
-    t = next((n for n in a.nodes if isinstance(n, Template) and n.tiling is not None), None)
-    return Key(a.name) if t is None else Key(a.name, t.tiling, t.closed)
 
 
 @dataclass(frozen=True)
@@ -81,11 +75,10 @@ class Candidate:
 class Decision:
     """What was chosen for one choice, or how one kernel is launched.
 
-    region: the choice's or the kernel's name.   op: what it computes.
+    region: the choice's or the kernel's name.   op: what it computes.   config: how a kernel is launched.
     winners: one for each size range, in order (of a choice).
     candidates: all that were considered, failed ones included.   reason: one sentence.
     members: neighbours that were measured with it.   sizes: its inputs, for people.
-    config: how a kernel is launched (of a kernel).
     """
 
     region: str

@@ -149,9 +149,9 @@ class Tiling:
     """How a Template's kernel is cut into blocks: plain data, a candidate of ``autotune``.
 
     ``kind``: ``tiled`` (one thread block per output tile, software pipelined), ``persistent`` (one thread block per
-    multiprocessor loops over tiles, operands are loaded through TMA descriptors; sm_90 and later) or ``split``
+    multiprocessor loops over tiles, operands are loaded through TMA descriptors; sm_90 and later), ``split``
     (``splits`` thread blocks share a tile's K, in one launch; partial results are added in a fixed order before the
-    epilogue).
+    epilogue) or ``row`` (a single one, multiplied without tensor cores; any block sizes).
     ``m``, ``n``, ``k``: block sizes. ``group``: tiles in a column of the L2-friendly order.
     ``warps_k``: into how many parts the warps of one thread block divide a block's K (``split`` only).
     ``reducers``: additional thread blocks per tile, which each add up a part of it as partial results arrive (``split``

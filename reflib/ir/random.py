@@ -7,7 +7,7 @@ again gets the forward's. Uniform and normal numbers are arithmetic on such word
 Philox 4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC'11,
 doi:10.1145/2063384.2063405), a block cipher with the seed as its key. It encrypts the counter (index // 4, stream) to
 four words, of which word index % 4 is taken. The same bits come from this module, from C++ (``cpp_header.h``) and from
-Triton (``generate/triton_random``); neighbours in a thread share a counter, which compilers see.
+Triton (``generate/triton_numeric``); neighbours in a thread share a counter, which compilers see.
 """
 
 import torch

@@ -18,7 +18,7 @@ through Variants (``walk``, ``schedule``, both printers, packages) looks through
 block as a program by itself, in which everything outside is an input that is needed afterwards (:func:`block`); the
 Region is one node for what is around it. So ``autotune.decide`` measures the choices in a block, with its neighbours.
 ``plan.regions`` plans each block in the same way: its temporaries take over each other's storage, results go where
-the outer plan wants them. ``wrap.regions`` prints the one step that is new, ``Repeat``, in both languages.
+the outer plan wants them. ``wrap.steps`` prints the one step that is new, ``Repeat``, in both languages.
 
 **Carried tensors.** ``carried`` has pairs: the buffer that holds the value, and the one that the body makes for the
 next iteration. The first is filled before the loop by a copy of the initial value (fused into what computes it). At

@@ -36,6 +36,7 @@ PARTIAL = 3  # of what a store leaves of a sector, which is read and written aga
 CLOSE, CLOSE_ROWS = 1.1, 1.5  # costs that are equal: the order as written needs fewer divisions (rows share little)
 TILE = 64  # points of a side
 MIN_TILE = 8  # a shorter side costs less read out of order than tiled
+PIECE = 8  # elements, of 16 bits, that a thread moves at once
 WORTH = 0.8  # of the sectors: what is left must pay for going through shared memory
 _FAR = 1 << 40  # elements: the step of an index that is itself loaded
 
@@ -170,6 +171,17 @@ def tile_sides(loops: LoopNest, order: Sequence[Axis], moved: Sequence[Access]) 
     return best if first is None or _rows_along(best[0], first) else (best[1], best[0])
 
 
+def rows_looked_up(order: Sequence[Axis], moved: Sequence[Access]) -> tuple[Axis, Axis] | None:
+    """(x, y) when rows, contiguous in the innermost axis x, are looked up, or added to, at values that vary with y and
+    not with x. Triton sees neighbours where a block has one position per row: it moves pieces of 16 bytes then."""
+    *outer, x = order
+    looked_up = [a for a in moved if a.loaded and a.index.coefficient(x.var) == 1]
+    rows = [a for a in looked_up if not any(e.has(x.var) for e in a.loaded)]
+    many = [a for a in outer if a.size.hint() >= MIN_TILE]
+    picks = [y for y in many if any(e.has(y.var) for a in rows for e in a.loaded)]
+    return (x, picks[-1]) if picks and (x.size.constant or 1) % PIECE == 0 else None
+
+
 def _rows_along(a: Axis, index: Expr) -> bool:
-    """Is ``index``, of two axes or more, contiguous in ``a``?"""
-    return index.coefficient(a.var) == 1 and len(index.variables()) > 1
+    """Is ``index``, of two axes or more, contiguous in ``a``, but for where it wraps around or is reversed?"""
+    return (1, n := a.size.hint()) in _steps(index, a.var, n) and len(index.variables()) > 1

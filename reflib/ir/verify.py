@@ -11,20 +11,7 @@ import torch
 from ..errors import VerifyError
 from . import float8, random  # noqa: F401  (its op)
 from .expr import ZERO, Expr, Ref, Sym, Var, nonneg, product, upper_bound
-from .loops import (
-    Acc,
-    Index,
-    Indirect,
-    Load,
-    LoopNest,
-    Op,
-    Reduce,
-    Scan,
-    Stmt,
-    Store,
-    stmt_args,
-    stmt_exprs,
-)
+from .loops import Acc, Index, Indirect, Load, LoopNest, Op, Reduce, Scan, Stmt, Store, stmt_args, stmt_exprs
 from .ops import OPS, REDUCTIONS, VALUE_DTYPES, value_dtype
 from .printer import format_stmt
 from .program import (
@@ -195,8 +182,7 @@ def _verify_template(t: Template, buffers: dict[str, Buffer], known: set[Sym], w
 def verify_loops(
     loops: LoopNest, buffers: dict[str, Buffer], known: set[Sym], written: set[str], acc: bool = False
 ) -> None:
-    """Every rule that concerns one LoopNest. ``written``: buffers that hold data before it runs. ``acc``: it is an
-    epilogue."""
+    """Every rule about one LoopNest. ``written``: buffers that hold data before it runs. ``acc``: it is an epilogue."""
     if not acc and any(isinstance(s, Acc) for s in loops.body):
         raise VerifyError(f"{loops.name}: acc has a meaning only in a template's epilogue")
     axes = {a.var for a in loops.axes}

@@ -60,14 +60,19 @@ def show_wins(
     theirs: str = "TorchInductor",
 ) -> None:
     """A line per kernel of both compilers wherever `ours` is more than `WIN` times as fast as `theirs`, and the texts
-    themselves of the largest win. `texts_at(at)` returns the texts of a place, as `generated` does."""
+    themselves of the largest win. `texts_at(at)` returns the texts of a place, as `generated` does. Places with the
+    same texts have one table, below the largest of their wins."""
     found = wins(rows, ours, theirs)
     if not found:
         print(f"Nowhere is {ours} more than {WIN} times as fast as {theirs} here.")
+    seen: list[tuple[str, list[str]]] = []
     for at, ratio in found:
         place = ", ".join(f"{key}: {show_plain(value)}" for key, value in at.items())
         text, kernels = texts_at(at)
         print(f"{place or 'here'}: {ratio:.2f} times as fast as {theirs}")
+        if (program := (text, [k.source for k in kernels])) in seen:
+            continue
+        seen.append(program)
         lines = [*counted("TorchInductor", text), *(line for k in kernels for line in counted("reflib", k.source))]
         table(lines, *HEADS)
         if at is found[0][0]:  # the largest win

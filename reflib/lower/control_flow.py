@@ -25,11 +25,10 @@ from reflib.logs import get as logger
 from .body import nest, where
 from .context import LoweringContext
 from .extern import used_results
-from .lower import Lowering
+from .lower import Lowering, remove_unused
 from .rules import RULES, Unsupported
 from .subgraph import Refused, _constant, _inside, _written, assumptions, put_instead
 from .symbols import Symbols
-from .unused import remove_unused
 
 aten = torch.ops.aten
 Values = Sequence[Any]
@@ -79,8 +78,7 @@ def while_loop(cx: LoweringContext, cond_fn: Any, body_fn: Any, carried: Values,
 
 
 def scan(cx: LoweringContext, combine_fn: Any, init: Values, xs: Values, more: Values = ()) -> Any:
-    """``combine_fn`` of the carried values and the i-th slice of each of ``xs``, for each i; what it returns beside the
-    carried values is stacked."""
+    """``combine_fn`` of the carried values and the i-th slices of ``xs``, for each i; its other results stacked."""
     flat, spec = pytree.tree_flatten(cx.fake)
     loop = _Loop(cx, init, flat[: len(init)], [_result(cx, i, f) for i, f in enumerate(flat) if i >= len(init)])
     i, condition = _counter(cx, xs)
@@ -141,8 +139,7 @@ RULES.update({fn.__name__: fn for fn in _ALL})  # by name: torch defines some of
 
 # -- blocks ---------------------------------------------------------------------------------------------
 class _Block:
-    """A branch, or the condition or body of a loop. ``cx``: the op's, with a Lowering of its own, over the buffers of
-    the program."""
+    """A branch, or the condition or body of a loop. ``cx``: the op's, with a Lowering over the same buffers."""
 
     def __init__(self, cx: LoweringContext, name: str):
         self.outer, self.name = cx.low, name

@@ -180,9 +180,7 @@ for _op in overloads("div.Tensor", "div.Scalar", "true_divide"):
 
 
 kernel("rsub.Tensor", "rsub.Scalar", at=(0, 1))(lambda x, y, alpha=1: sub(y, x, alpha))
-kernel("addcmul", at=(0, 1, 2))(
-    lambda x, a, b, value=1: fma(a, b, x) if single(value) == 1 else fma(a * b, value, x)
-)
+kernel("addcmul", at=(0, 1, 2))(lambda x, a, b, value=1: fma(a, b, x) if single(value) == 1 else fma(a * b, value, x))
 kernel("addcdiv", at=(0, 1, 2))(lambda x, a, b, value=1: x + a / b if value == 1 else fma(a / b, value, x))
 kernel("lerp.Scalar", "lerp.Tensor", at=(0, 1, 2))(
     lambda x, y, w: where(w.abs() < 0.5, fma(w, y - x, x), fma(-(y - x), 1 - w, y))

@@ -306,8 +306,7 @@ def _check_params(op: Any, c: CustomOpConfig, where: str) -> None:
 
 
 def _check_signature(op: Any, c: CustomOpConfig, where: str) -> None:
-    """Can ``c.decomposition`` be called as :func:`call_of` calls it? It may lack numbers that calls mostly leave at
-    their defaults."""
+    """Can ``c.decomposition`` be called as by :func:`call_of`? It may lack numbers that mostly are defaults."""
     if c.decomposition is None:
         return
     signature = _signature(c.decomposition)

@@ -41,8 +41,7 @@ _ENVIRONMENT = {
 
 
 def limits(options: Options) -> tuple[int, int]:
-    """(number of splits to try, threshold), from the options or the environment. Raises OptionError for a variable that
-    is not a number."""
+    """(splits to try, threshold), from options or environment. Raises OptionError if that is not a number."""
     splits, threshold = (
         _from_environment(variable, default) if getattr(options, name) is None else getattr(options, name)
         for name, (variable, default) in _ENVIRONMENT.items()

@@ -55,8 +55,7 @@ class _Tiling:
 
 @dataclass(frozen=True)
 class _Grouped:
-    """One call. ``ragged``: the dimension that is divided. ``strides``: of a, b and the result, as (group, row,
-    column)."""
+    """One call. ``ragged``: the dimension that is divided. ``strides``: of a, b, result, as (group, row, column)."""
 
     ragged: str
     groups: Expr
@@ -84,9 +83,7 @@ def grouped_mm(
     inputs = [v.buffer for v in (a, b) if cx.low.buffers[v.buffer].kind != "temp"]
     aligned = tuple(Assume("aligned", x, 16) for x in inputs)
     views = a, b, offs, value
-    launches = [
-        Variant(str(t), (_launch(cx, g, views, t, target),), aligned if t.described else ()) for t in found
-    ]
+    launches = [Variant(str(t), (_launch(cx, g, views, t, target),), aligned if t.described else ()) for t in found]
     as_choice(cx, aten._grouped_mm.default, default, value, launches)
     made = cx.low.nodes[-1]
     assert isinstance(made, Choice)
@@ -99,9 +96,7 @@ def grouped_mm(
     return value
 
 
-def _check(
-    cx: LoweringContext, a: View, b: View, offs: View | None, bias: View | None, target: Target | None
-) -> None:
+def _check(cx: LoweringContext, a: View, b: View, offs: View | None, bias: View | None, target: Target | None) -> None:
     low = cx.low
     read = [v for v in (a, b, offs) if v is not None]
     if not cx.on_gpu or target is None or not low.choices or low.options.batch_invariant or bias is not None:

@@ -134,8 +134,7 @@ def _given(cx: LoweringContext, parts: Sequence[View]) -> bool:
 
 
 def _alike(parts: Sequence[View], apart: Collection[str] = ()) -> list[list[int]]:
-    """Their numbers: of those that follow each other and have one shape together, up to ``MAX_CAT_INPUTS``; buffers in
-    ``apart`` are alone."""
+    """Numbers of those that follow each other with one shape, up to ``MAX_CAT_INPUTS``; ``apart`` are alone."""
     alike = groupby(range(len(parts)), lambda i: i if parts[i].buffer in apart else parts[i].shape)
     found = [list(same) for _, same in alike]
     return [same[n : n + MAX_CAT_INPUTS] for same in found for n in range(0, len(same), MAX_CAT_INPUTS)]

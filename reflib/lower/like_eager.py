@@ -160,8 +160,7 @@ def _is_number(body: tuple[Stmt, ...], i: int) -> bool:
 
 
 def _mixed(body: tuple[Stmt, ...], cx: LoweringContext) -> bool:
-    """Is there, for a half result, an operand of another dtype: integers, sizes, a float32 number? Masks are exact.
-    """
+    """Is there, for a half result, an operand of another dtype: integers, sizes, a float32 number? Masks are exact."""
     if cx.dtype not in HALF:
         return False
     own = (cx.dtype, torch.bool)

@@ -7,6 +7,7 @@ import itertools
 import operator
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from reflib.capture.graph import Graph
 from reflib.errors import LoweringError, ReflibError
 from reflib.ir.expr import Sym
 from reflib.ir.loops import Origin
-from reflib.ir.program import Buffer, Node, Program, full_view, iter_views
+from reflib.ir.program import Buffer, Extern, Node, Program, full_view, iter_views, node_symbols, symbols_in, walk
 from reflib.options import Options
 
 from . import pointwise, reductions  # noqa: F401  (they register their rules)
@@ -25,7 +26,6 @@ from .context import LoweringContext
 from .extern import _numbers, extern, reason_for, scalar_call, with_effects
 from .rules import CALLS, LIKE_EAGER, OUTPUTS, RULES, Unsupported, rule_of
 from .symbols import Symbols
-from .unused import remove_unused
 from .views import REINTERPRET, copying, is_view_op, view
 
 # Statements for the tracer alone: what they state is already in the sizes' ranges.
@@ -256,3 +256,29 @@ def origin(node: torch.fx.Node) -> Origin:
     path, line, function, code = frames[-1]
     file = "cell" if "ipykernel_" in path else os.path.basename(path)  # a notebook's cells are files with a number
     return Origin(op, f"{file}:{line} in {function}: {code.strip()}".rstrip(": "))
+
+
+def remove_unused(
+    nodes: Sequence[Node], buffers: dict[str, Buffer], outputs: tuple[Any, ...]
+) -> tuple[tuple[Node, ...], dict[str, Buffer]]:
+    """The nodes that ``outputs`` need, and the buffers that these name: rules make more results than are used. Kept as
+    well: what writes into an input or has an effect, and calls for numbers or sizes held in tensors' data."""
+    live: set[Any] = {v.buffer for v in iter_views(outputs)} | symbols_in(outputs)
+    for name in live | {b for b in buffers if buffers[b].kind != "temp"}:
+        live |= _buffer_symbols(buffers.get(name))
+    kept: list[Node] = []
+    for n in reversed(nodes):
+        makes = n.writes() + [s for s, _, _ in n.symbols] if isinstance(n, Extern) else n.writes()
+        needed = any(m in live or isinstance(m, str) and buffers[m].kind != "temp" for m in makes)
+        if needed or isinstance(n, Extern) and (n.effect or n.mutates or n.symbols and n.reads() or not makes):
+            kept.append(n)
+            live.update(n.reads())
+            live |= node_symbols(n)
+            for b in [*n.reads(), *n.writes()]:
+                live |= _buffer_symbols(buffers[b])
+    named = live | {b for n in walk(kept) for b in n.writes()}
+    return tuple(reversed(kept)), {k: b for k, b in buffers.items() if k in named or b.kind != "temp"}
+
+
+def _buffer_symbols(b: Buffer | None) -> set[Any]:
+    return set() if b is None else {s for e in (*b.shape, *b.strides) for s in e.symbols()}

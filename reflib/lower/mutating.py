@@ -24,8 +24,7 @@ from .rules import RULES, Unsupported
 
 
 def functionalized(cx: LoweringContext, op: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """(what the op returns, the new value of each base). An argument, or an item of one, is a view of one of the
-    bases."""
+    """(what the op returns, each base's new value). An argument, or an item of one, is a view of one of the bases."""
     if not isinstance(op, torch._ops.OpOverload):
         raise Unsupported("no op of PyTorch's")
     names, types = get_mutable_args(op)

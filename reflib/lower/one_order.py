@@ -47,13 +47,11 @@ Convolutions, FFTs, sums inside of custom ops, scans on a GPU and other calls th
 invariant here. They are computed as ever, and each is named in one warning, with the line that it comes from: make
 that an error with ``warnings.filterwarnings("error", category=reflib.BatchVariantWarning)``.
 
-**Others.** Thinking Machines Lab's ``batch_invariant_ops`` (2025; "Defeating Nondeterminism in LLM Inference") replaces
-ATen's mm, addmm, log_softmax and mean by Triton kernels with fixed blocks, which vLLM's ``VLLM_BATCH_INVARIANT=1``
-builds on (``vllm/model_executor/layers/batch_invariant.py``; compute capability 8.0 and later). TorchInductor's
-``deterministic`` (pytorch/pytorch#163589) skips measuring where that changes numbers: "RBLOCK, num_warps should affect
-numeric. XBLOCK does not"; ``batch_invariant`` (#180832, torch 2.13) lets a persistent reduction choose its launch as if
-it had 4096 rows or more. Products stay ATen's or templates' there. Neither changes how a block is summed: the same
-block and warps give the same order only where alignment and strides give Triton the same layout.
+**Others.** Thinking Machines Lab's ``batch_invariant_ops`` (2025; "Defeating Nondeterminism in LLM Inference"), which
+vLLM's ``VLLM_BATCH_INVARIANT=1`` builds on, replaces ATen's mm, addmm, log_softmax and mean by kernels with fixed
+blocks. TorchInductor's ``deterministic`` (pytorch/pytorch#163589) skips measuring where that changes numbers;
+``batch_invariant`` (#180832, torch 2.13) lets a persistent reduction choose its launch as if it had 4096 rows or more.
+Products stay ATen's or templates' there, and how a block is summed stays Triton's, by its layout.
 """
 
 import warnings

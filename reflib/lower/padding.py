@@ -12,12 +12,10 @@ products is copied once. Rows after those of a result cost nothing: the result i
 the same, with zeros added. An operand of which only the number of rows is none is not copied: what those rows after
 the last multiple add is added to the product of the others (``_without_the_rest``).
 
-**When** (measured on an H200 in bfloat16: 2048 x 30522 x 768 took 420 us, padded 145 us; 512 x 51865 x 384 took 248 us,
-padded 37 us; 64 times 777 x 777 x 96 148 us): a kernel that moves 4 bytes takes about three times as long, one that
-moves 2 bytes seven times. It computes whole tiles, of which a narrow operand fills a part (300001 x 3 x 256:
-154 us); but vectors have kernels of their own, small matrices in batches lose (2048 times 27 x 27 x 64: 27 us, padded
-35), and so does a large operand that is copied to be read once. What is lost, in operations, is compared with what
-could be computed while the copies move their bytes.
+**When** (measured on an H200 in bfloat16): a kernel that moves 4 bytes takes about three times as long (2048 x 30522 x
+768: 420 us, padded 145), one that moves 2 bytes seven times. It computes whole tiles, of which a narrow operand fills a
+part; but vectors have kernels of their own, small matrices in batches lose, and so does a large operand that is copied
+to be read once. What is lost, in operations, is compared with what could be computed while the copies move their bytes.
 What loop nests alone read is not copied: they read it between its padding (``fuse/padded_rows``).
 
 NB: TorchInductor measures both ways for each product, and returns results with the padding's strides. Here outputs
@@ -83,8 +81,7 @@ def padded_sizes(cx: LoweringContext, a: View, b: View, bias: View | None) -> Si
 
 
 def in_place(cx: LoweringContext, a: View, b: View, sizes: Sizes) -> Tiling | None:
-    """For a product that ``padded_sizes`` has ``sizes`` for: how our own kernel writes its result; None if it had
-    better be padded."""
+    """For a product with ``padded_sizes``: how our own kernel writes its result; None if it had better be padded."""
     step, named = BYTES // a.dtype.itemsize, cx.low.options.target
     rows_alone = len(a.shape) == 2 and math.gcd(step, *_multiples(a), *_multiples(b)) == step
     narrow = sizes[0] < IN_PLACE.m or 2 * sizes[1] < IN_PLACE.n

@@ -15,12 +15,13 @@ import torch
 from reflib.ir.expr import IntLike, Ref, expr, product
 from reflib.ir.program import View
 
-from . import accumulate
+from . import accumulate as sums
 from .accumulate import Term, fill, scattered
 from .body import NestBuilder, Scalar, Value, check_dtype, fit, nest, where
 from .context import LoweringContext, contiguous_strides
 from .indexing import axis, here_and_at, one_per_row, per_row
 from .rules import Unsupported, overloads, rule
+from .segment_sums import segment_sums
 
 FEW, SHORT = 8, 512  # positions per row, of so many elements, that each element is compared with
 UPDATES = frozenset(overloads("index_copy", "index_fill", "index_put", "_unsafe_index_put", "scatter", "scatter_add"))
@@ -91,6 +92,40 @@ def scatter_(cx: LoweringContext, x: View, dim: int, index: View, new: Any) -> V
     return nest(cx, value)
 
 
+@rule("index_put.default", "_unsafe_index_put.default")
+def index_put(
+    cx: LoweringContext, x: View, indices: Sequence[View | None], values: View, accumulate: bool = False
+) -> View:
+    if accumulate:
+        alone = indices[0] if len([i for i in indices if i is not None]) == 1 else None
+        shaped = alone is not None and list(values.shape) == [*alone.shape, *x.shape[1:]]
+        if shaped and alone is not None and (out := segment_sums(cx, x, alone, values, wraps=True)) is not None:
+            return out
+        return sums.put(cx, x, indices, values, sums.accumulate)
+    return _masked(cx, x, indices, values) or sums.put(cx, x, indices, values, scatter)
+
+
+def _masked(cx: LoweringContext, x: View, indices: Sequence[View | None], values: View) -> View | None:
+    """``x[mask] = v``, one value (per element that the mask does not choose) for all that it does: a select."""
+    masks = [(d, i) for d, i in enumerate(indices) if i is not None]
+    if len(masks) != 1 or masks[0][1].dtype != torch.bool or not masks[0][1].shape:
+        return None
+    first, mask = masks[0]
+    after = first + len(mask.shape)
+    rest = [*x.shape[:first], expr(1), *x.shape[after:]]  # of values: the mask's dimensions are one
+    wide = [expr(1)] * (len(rest) - len(values.shape)) + list(values.shape)
+    if list(mask.shape) != list(x.shape[first:after]) or len(wide) != len(rest) or wide[first] != 1:
+        return None
+
+    def value(k: NestBuilder) -> Value:
+        at = [*k.coords[:first], expr(0), *k.coords[after:]][len(rest) - len(values.shape) :]
+        here = [expr(0) if n == 1 else c for n, c in zip(values.shape, at)]
+        old = k.load(x)
+        return where(k.load(mask, k.coords[first:after]), k.load(values, here).to(old.dtype), old)
+
+    return nest(cx, value)
+
+
 @rule("index_copy")
 def index_copy(cx: LoweringContext, x: View, dim: int, index: View, new: View) -> View:
     return scatter(cx, x, new.shape, scattered(x, new.shape, dim, index, new))
@@ -101,14 +136,14 @@ def index_fill(cx: LoweringContext, x: View, dim: int, index: View, new: Any) ->
     """Places may be counted from the end, as in eager; torch's own decomposition, an ``index_copy``, refuses these."""
     if not x.shape:
         raise Unsupported("library call")
-    return accumulate.put(cx, x, [None] * axis(dim, len(x.shape)) + [index], new, scatter)
+    return sums.put(cx, x, [None] * axis(dim, len(x.shape)) + [index], new, scatter)
 
 
 @rule("scatter_add")
 def scatter_add(cx: LoweringContext, x: View, dim: int, index: View, new: View) -> View:
     """As ``accumulate``; but at one position per row, which no other one adds to, of an input: where it is."""
     if not one_per_row(x, dim, index) or not reaches_input(cx.node):
-        return accumulate.scatter_add(cx, x, dim, index, new)
+        return sums.scatter_add(cx, x, dim, index, new)
     terms = scattered(x, index.shape, dim, index, new)
 
     def term(k: NestBuilder) -> tuple[Sequence[IntLike], Scalar]:

@@ -24,12 +24,10 @@ sort, and a longer row. ``kthvalue`` and the medians read one place of the sorte
 
 **Limits.** A row is in one program's registers, padded to a power of two with keys that come last. A bitonic network
 takes log2(n) (log2(n) + 1) / 2 steps: 10 for 16 elements, 45 for 512. These are 50 and 175 instructions per element
-with keys of 32 bits, 90 and 310 with 64 (ptxas, sm_90). On an H100, 2^22 elements in rows of 1,024, in us: values
-44 (bfloat16), with indices 54, of float32 45 and 114, a median 45 and 92; ATen 101 to 165. Rows of 2,048 with
-indices take 143 and 305, ATen 98 and 149. Each of k minima takes 1 to 2.5 us more: 16 take as long as half of the
-network of 256 elements, 32 more than ATen. Down the columns of a matrix all is slower (128 elements 144 us, 512 287 and
-ATen 248; 8 minima of 4,096 82 and 122). Longer rows, and those of a length that is not known, are left to ATen's
-radix sort. So are rows on a CPU: loops there go over a row in order, and hold none of it.
+with keys of 32 bits, 90 and 310 with 64 (ptxas, sm_90). On an H100, rows of 1,024 take a third to two thirds of ATen's
+time, rows of 2,048 with indices 1.5 to 2 times as long; 16 minima take as long as half of the network of 256 elements,
+32 more than ATen; columns of a matrix are slower. Longer rows, and those of a length that is not known, are left to
+ATen's radix sort. So are rows on a CPU: loops there go over a row in order, and hold none of it.
 
 NB: TorchInductor carries the index beside the value through the network; topk, kthvalue and medians are calls there,
 or, if that is asked for, sorts (``triton.decompose_sort_ops``).

@@ -35,9 +35,8 @@ from .body import nest
 from .context import LoweringContext
 from .decompositions import decompositions
 from .extern import has_effect
-from .lower import Lowering
+from .lower import Lowering, remove_unused
 from .rules import Unsupported
-from .unused import remove_unused
 
 aten = torch.ops.aten
 _ALONE = RLock()
@@ -126,8 +125,7 @@ def _inside(low: Lowering, op: str, prefix: str, symbols: Mapping[Any, Sym | Exp
 
 # -- tracing ----------------------------------------------------------------------------------------
 class SizesCopy:
-    """A ShapeEnv with the program's size symbols in it: same traced values (but those in ``values``), same ranges,
-    nothing shared."""
+    """A ShapeEnv with the program's size symbols: same traced values (but ``values``) and ranges, nothing shared."""
 
     def __init__(self, values: Mapping[str, int]) -> None:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -287,8 +285,7 @@ def _results(graph: torch.fx.GraphModule) -> list[Any]:
 
 # -- is it the same thing? --------------------------------------------------------------------------
 def _check_outputs(cx: LoweringContext, copy: SizesCopy, graph: torch.fx.GraphModule) -> None:
-    """Number, dtype, device and sizes of the results are the op's. Sizes equal at the traced sizes alone become a
-    guard."""
+    """Number, dtype, device and sizes of the results are the op's; sizes equal only as traced become a guard."""
     results, wanted = _results(graph), cx.fakes
     values = [r.meta["val"] if isinstance(r, torch.fx.Node) else r for r in results]
     if len(values) != len(wanted) or not all(isinstance(v, torch.Tensor) for v in values):

@@ -44,8 +44,7 @@ def decision_html(d: Decision) -> str:
 
 
 def candidates_html(names: tuple[str, ...], rows: list[tuple[tuple[str, ...], bool]]) -> str:
-    """``rows``: cells, and whether it is a winner. Empty columns are omitted; the last one is below the
-    first, to save width."""
+    """``rows``: cells, and whether it is a winner. Empty columns are omitted; the last one is below the first."""
     kept = [i for i in range(1, len(names) - 1) if any(row[i] for row, _ in rows)]
     head = "".join(f"<th>{escape(names[i])}</th>" for i in (0, *kept))
     body = ""

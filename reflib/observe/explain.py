@@ -219,8 +219,9 @@ def explain(
         code on any machine. Then only sizes, strides and dtypes of the arguments matter: nothing is computed, unless
         ``f`` needs numbers or has tensors of its own.
 
-    Raises OptionError for a bad option, ReflibError if no tensor operation was captured, ToolchainError for a Triton
-    kernel of the user's that Triton's front end refuses for the target.
+    Raises OptionError for a bad option, ReflibError if no tensor operation was captured; for a target ToolchainError
+    for a Triton kernel of the user's that Triton refuses, DeviceError for one that needs more shared memory than the
+    target has.
     """
     opts = Options.make(options)
     if opts.target is not None:
@@ -244,7 +245,7 @@ def explain(
 
 
 def _taken(graphs: list[Stages]) -> list[Stages]:
-    """For a target nothing is compiled: so that no kernel is shown that cannot be, Triton parses those of the user."""
+    """For a target only the user's Triton kernels are compiled, so that none is shown that cannot be."""
     for s in graphs:
         if s.options.target is not None and s.scheduled is not None and s.kernels is not None:
             expect_taken(s.scheduled, s.kernels, parse_target(s.options.target))

@@ -51,8 +51,7 @@ def sanitized(path: str, stages: Sequence[Stages]) -> list[str]:
 
 
 def findings(output: str, kernels: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong, and where, from the tool's output, whose lines begin with ``=========``. kernels: what each came
-    from, by its name."""
+    """What is wrong, and where, from the tool's lines (``=========``). kernels: their origins, by name."""
     said = [line.lstrip("=").strip() for line in output.splitlines() if line.startswith("=====")]
     begins = [i for i, line in enumerate(said) if _BEGINS.match(line)]
     for start, stop in zip(begins, [*begins[1:], len(said)]):

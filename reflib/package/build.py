@@ -32,12 +32,12 @@ from ..plan import Plan
 from ..plan.arena import sizes_of_arenas
 from ..plan.memory import memory
 from ..target import Target, parse_target
-from ..wrap.convention import Convention
+from ..wrap.convention import Argument, Convention, Source, sources
 from ..wrap.cpp import CppPrinter
 from ..wrap.host import build_wrapper
 from ..wrap.indices import has_indirect, where_indexed
 from ..wrap.python import PythonPrinter
-from . import archive, checks, describe, images, manifest, trees, weights
+from . import archive, checks, images, manifest, trees, weights
 from .architectures import PTX, PTX_SHARED, driver_for
 from .libraries import library_of
 from .ptx import for_old_drivers
@@ -53,8 +53,7 @@ _SILENT = ("compile_threads", "isolate", "tuning_seconds", "tuning_idle_seconds"
 
 @dataclass(frozen=True)
 class Planned:
-    """A variant before anything is compiled. ``arch``: its name; ``here``: it may use all features of this machine's
-    CPU."""
+    """A variant before compilation. ``arch``: its name; ``here``: it may use all features of this machine's CPU."""
 
     arch: str
     target: Target
@@ -319,7 +318,7 @@ def _program(c: Convention, names: tuple[str, ...]) -> manifest.Signature:
     for a in c.arguments:
         _encoded(a.value, f"argument {a.name}")  # raises for a value that a file cannot hold
     specs = {"in_spec": trees.text(c.in_spec, "arguments"), "out_spec": trees.text(c.out_spec, "result")}
-    said = {"results": describe.results(c.out_spec), "conditions": describe.guards(c)}
+    said = {"results": results(c.out_spec), "conditions": guards(c)}
     return manifest.Signature(**vars(c) | specs | said, names=names)
 
 
@@ -371,3 +370,31 @@ def _libc(members: Mapping[str, Any]) -> str:
         for v in re.findall(rb"GLIBC_(\d+\.\d+)", data)
     ]  # fmt: skip
     return ".".join(map(str, max(found))) if found else ""
+
+
+# -- guards and results as text, for ``inspect`` and the README of an export ------------------------------------
+def guards(c: Convention) -> tuple[str, ...]:
+    """Conditions on sizes beyond their ranges: ``s77 > s17 (x.shape[0] > y.shape[0])``."""
+    places = {s.symbol.name: _place(s, c.arguments) for s in sources(c.arguments)}
+    names = "|".join(map(re.escape, places)) or "(?!)"
+    said = [(g.text, re.sub(rf"\b({names})\b", lambda m: places[m[1]], g.text)) for g in c.guards]
+    return tuple(f"{text} ({placed})" if placed != text else text for text, placed in said)
+
+
+def _place(s: Source, arguments: tuple[Argument, ...]) -> str:
+    """The symbol's value in terms of arguments: ``x.shape[0]``, ``(x.shape[0] - 1)//2``."""
+    said = s.place(arguments)
+    if s.plus:
+        said = f"({said} {'-' if s.plus > 0 else '+'} {abs(s.plus)})"
+    return said if s.times == 1 else f"({said}//{s.times})"
+
+
+def results(spec: Any) -> tuple[str, ...]:
+    """The leaves of what the model returns, in order: ``result['h']``, ``result['c'][0]``; by number where a class of
+    the caller's was registered without names."""
+    n = spec.num_leaves
+    try:
+        leaves = pytree.tree_leaves_with_path(pytree.tree_unflatten(range(n), spec))
+    except Exception:  # it runs code of the caller's classes
+        return tuple(f"result[{i}]" for i in range(n))
+    return tuple(f"result{pytree.keystr(path)}" for path, _ in leaves)

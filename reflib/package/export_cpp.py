@@ -105,8 +105,7 @@ def _callers(p: Signature) -> list[Argument]:
 
 
 def _sizes(p: Signature) -> dict[str, int]:
-    """The sizes with which the example program calls the model, by symbol: those that it was exported with, of which
-    all guards hold."""
+    """The sizes, by symbol, with which the example program calls the model: as exported, where all guards hold."""
     found: dict[str, int] = {}
     for a in _callers(p):
         sizes = [*a.tensor.shape, *a.tensor.strides] if a.tensor is not None else [a.value]

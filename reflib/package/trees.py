@@ -18,8 +18,7 @@ DEPTH = 50  # Python reads no deeper nest of brackets from the text that is prin
 
 
 def text(spec: Any, what: str) -> str:
-    """A pytree spec as JSON. (A user's class needs a ``serialized_type_name``, given at its registration.) Raises
-    PackageError."""
+    """A pytree spec as JSON; a user's class needs a registered ``serialized_type_name``. Raises PackageError."""
     try:
         for node in _nodes(spec):
             _check(node)
@@ -56,8 +55,7 @@ def _found(module: str, path: str) -> Any:
 
 
 def tree(text: str, leaves: int | None = None) -> Any:
-    """The spec, of so many leaves. Raises PackageError for a class that torch does not know here, and for what is no
-    such spec."""
+    """The spec, of so many leaves. Raises PackageError for an unknown class, and for what is no such spec."""
     try:
         _register(json.loads(text)[1], DEPTH)
         spec = pytree.treespec_loads(text)

@@ -33,8 +33,7 @@ Kernels that share a launch run when the first of them is needed. Those before t
 get a launch of their own, if that is a smaller share of the traffic than they are of the peak: copies of all layers'
 weights in another order, of which a backward needs those of the last layer first.
 
-So small programs stay as they are, and so do programs whose kernels all have their members in one place, as forward
-graphs do: for these it is one look at the positions of the members. Each round is linear in the size of the program.
+Each round is linear in the size of the program.
 
 NB: TorchInductor refuses a pair when what both read for the last time is more than 32 times the bytes that are saved
 (``can_fusion_increase_peak_memory``), wherever the peak is.

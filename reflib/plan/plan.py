@@ -181,8 +181,7 @@ def last_uses(program: Program) -> dict[str, int]:
 
 
 def escaping(program: Program) -> set[str]:
-    """Buffers whose storage may be visible after their last use: passed to, or returned by, a call whose results may
-    alias its arguments."""
+    """Buffers that may be seen after their last use: in calls whose results may alias their arguments."""
     calls = (n for n in walk(program.nodes) if isinstance(n, Extern) and may_alias(n.target, n.outputs))
     return {b for n in calls for b in (*n.reads(), *n.writes())}
 

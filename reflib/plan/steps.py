@@ -62,8 +62,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """If all of ``predicate`` hold then ``then``, else ``otherwise``: steps in order. (Both leave the same buffers
-    allocated.)"""
+    """If all of ``predicate`` hold ``then``, else ``otherwise``, which leave the same buffers allocated."""
 
     predicate: tuple[Assume, ...]
     then: tuple[Step, ...]

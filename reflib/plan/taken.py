@@ -5,7 +5,7 @@
 
 AOTAutograd says which saved tensors it donates to the backward (``order.owned``): those have storage like the
 backward's own, and are planned like it. But autograd keeps one where the graph is retained, and a hook may have kept
-it. Only the call can tell: it takes the memory if no other reference to it is left (``wrap.taken``), and else
+it. Only the call can tell: it takes the memory if no other reference to it is left (``wrap.steps``), and else
 allocates.
 
 NB: In TorchInductor what is stored over is decided when it compiles, and a backward with ``retain_graph=True`` after

@@ -132,8 +132,7 @@ class Storage:
             raise
 
     def most(self, x: torch.Tensor, parts: int = 1) -> int:
-        """How many elements of flat ``x``, or of each of ``parts``, an exchange takes: the same on all ranks, wherever
-        ``x`` lies."""
+        """How many elements of flat ``x``, or of each of ``parts``, an exchange takes: the same on all ranks."""
         return (self.sums - self.copied) // parts // ALIGN * ALIGN // x.element_size()
 
     def begin(self, at: int, said: tuple[int, ...]) -> list[int]:

@@ -3,8 +3,8 @@
 Three shapes of kernel::
 
     1-D         x              a program computes XBLOCK consecutive points
-    tile        y, x (and z)   two axes, because some accesses are contiguous along y and others along x (a transpose);
-                               all other axes are z: one value of z per program
+    tile        y, x (and z)   two axes, because some accesses are contiguous along y and others along x (a transpose),
+                               or rows, along x, are looked up at y; all other axes are z: one value per program
     reduction   x, r           XBLOCK rows of RBLOCK elements
 
 Each letter is one linear variable over one or more axes. A kernel is fast when addresses need no division of a linear
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from ..ir.expr import Atom, BinOp, Expr, IntLike, Var, product
 from ..ir.loops import Axis, Load, LoopNest, Reduce, Stmt, Store
 from ..ir.program import Buffer
-from ..ir.traffic import accesses, cheapest_last, tile_sides
+from ..ir.traffic import accesses, cheapest_last, rows_looked_up, tile_sides
 from ..ir.transforms import drop_unit_axes, merge_axes, substitute, unflattened
 
 
@@ -70,7 +70,8 @@ def _layout(loops: LoopNest, buffers: Mapping[str, Buffer], tile: bool) -> Space
     parallel.sort(key=lambda a: not any(i.has(a.var) for i in sums))
     if reduced or any(isinstance(s, Reduce) for s in loops.body):
         return _linear(loops, "reduction", x=parallel, r=reduced)
-    if not tile or (sides := tile_sides(loops, parallel, moved)) is None:
+    sides = tile_sides(loops, parallel, moved) or rows_looked_up(parallel, moved) if tile and parallel else None
+    if sides is None:
         return _linear(loops, "1d", x=parallel)
     x, y = sides
     rest = [a for a in loops.parallel if a not in (x, y)]

@@ -43,8 +43,7 @@ CODE = 4096  # instructions of 16 bytes: half of the 128 KB that a multiprocesso
 
 
 def relieve(config: Config, t: Any, target: Target) -> Config:
-    """``config`` with fewer elements per thread, if they take too many registers or too much code; ``t``: a
-    ``heuristics.Traffic``."""
+    """``config`` with fewer elements per thread, if they take too many registers or too much code."""
     values, instructions, threads = live(t.space), code(t.space), config.num_warps * target.warp
     if config.reduction == "persistent" and config.xblock == 1 and _divided(t):
         while config.rblock > DIVIDED * threads and threads < 1024:

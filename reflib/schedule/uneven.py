@@ -116,8 +116,7 @@ def turned(config: Config, t: Any, target: Target) -> Config:
 
 @functools.cache
 def outer_first() -> bool:
-    """Do lanes go along a block's outer dimension where Triton sees neighbours along neither? Since 3.7 along the
-    inner one."""
+    """Do lanes go along a block's outer dimension where Triton sees no neighbours? Since 3.7 along the inner one."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         return tuple(map(int, metadata.version("triton").split(".")[:2])) < (3, 7)
     return False

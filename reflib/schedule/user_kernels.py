@@ -12,11 +12,11 @@ from dataclasses import replace
 import torch
 
 from ..errors import GenerateError
-from ..ir.assume import limit_facts
 from ..ir.expr import Expr, expr, nonneg, product
 from ..ir.program import Assume, Buffer, Config, Extern, KernelNode, Variant, View, symbols_in
 from ..ir.user_kernel import UserKernel
 from ..target import Target
+from .heuristics import limit_facts
 
 
 def variants(name: str, x: Extern, buffers: dict[str, Buffer], target: Target) -> tuple[Variant, ...]:
@@ -41,9 +41,7 @@ def variants(name: str, x: Extern, buffers: dict[str, Buffer], target: Target) -
     ways.append(("fallback", replace(config, index="int64"), ()))
     space = _scratch(name, x, buffers)
     names = (name if i == 0 else f"{name}_{way}" for i, (way, _, _) in enumerate(ways))
-    return tuple(
-        Variant(way, (KernelNode(n, (x,), c, space),), facts) for n, (way, c, facts) in zip(names, ways)
-    )
+    return tuple(Variant(way, (KernelNode(n, (x,), c, space),), facts) for n, (way, c, facts) in zip(names, ways))
 
 
 def _scratch(name: str, x: Extern, buffers: dict[str, Buffer]) -> tuple[Buffer, ...]:

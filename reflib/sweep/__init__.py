@@ -10,12 +10,10 @@
 Compiling takes long and needs a core; timing is short and needs the device alone. So several processes compile at once
 (`--workers`), and a lock lets one use the device at a time. Steps that take longest to compile begin first.
 
-On one GPU with 16 cores, every model in bfloat16 (255 measurements) takes about 14 minutes; on each of two GPUs of a
-host, half of the models (``--only``, ``CUDA_VISIBLE_DEVICES``) took under 8. What limits it is the device, held for 4
+On one GPU with 16 cores, every model in bfloat16 (255 measurements) takes about 14 minutes, which are the device's: 4
 seconds per measurement, half of them for the reference in float64::
 
     reflib sweep --device cuda --dtype bfloat16 --workers 8 --limit 150 --seconds 530 --out runs/sweep
-    reflib sweep --device cuda --dtype float32 --workers 8 --limit 150 --seconds 530 --out runs/sweep
 
 `--seconds` ends a call on time; whatever is left is measured by the same command again. For the book, copy
 `sweep.<gpu>.json` from that folder to `notebooks/recorded/`.

@@ -237,9 +237,7 @@ class PointNet(nn.Module):
     def __init__(self, c: int):
         super().__init__()
         widths = (3, c, 2 * c, 16 * c)
-        layers = [
-            (nn.Conv1d(a, b, 1), nn.BatchNorm1d(b), nn.ReLU(inplace=True)) for a, b in itertools.pairwise(widths)
-        ]
+        layers = [(nn.Conv1d(a, b, 1), nn.BatchNorm1d(b), nn.ReLU(inplace=True)) for a, b in itertools.pairwise(widths)]
         self.points = nn.Sequential(*(m for layer in layers for m in layer))
         self.head = nn.Sequential(nn.Linear(16 * c, 4 * c), nn.ReLU(), nn.Linear(4 * c, 40))
 

@@ -104,8 +104,7 @@ def bind(program: Program, kernels: Kernels, options: Options, built: Built) -> 
 
 
 def start_building(program: Program, kernels: Kernels, options: Options, built: Built = MappingProxyType({})) -> Built:
-    """Begin to build kernels of a program whose wrapper is not known yet. ``built``: those that have been begun; they
-    are in the result too."""
+    """Begin to build kernels of a program whose wrapper is not known yet. ``built``: those begun, in the result too."""
     nodes, fallbacks = {n.name: n for n in kernel_nodes(program.nodes)}, fallback_kernels(program.nodes)
     wanted = {**{k.name: k for k in built if k.name in nodes}, **kernels}
     cpp = tuple(k for k in kernels.values() if k.language == "cpp" and k not in built)

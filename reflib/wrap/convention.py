@@ -141,8 +141,7 @@ def of_exported(exported: Any, program: Program) -> Convention:
 
     Raises ReflibError for inputs and outputs that are not supported.
     """
-    from ..capture.exported import BEGINS, WRITTEN
-    from ..capture.graph import ranges_of
+    from ..capture.exported import BEGINS, WRITTEN, ranges_of
     from .guards import guards_of  # (sympy, which loading a package does not need)
 
     sig = exported.graph_signature

@@ -37,14 +37,13 @@ from ..ir.program import (
 from ..plan import Alloc, Branch, Call, Check, Free, Launch, Let, Note, Plan, Return, Step
 from ..plan.arena import Arena
 from ..plan.regions import Repeat
-from .arena import arena_in_cpp
 from .aten import direct_call, integer_read, quoted
 from .bad_values import check_in_cpp
 from .checks import call_in_python
 from .indices import has_indirect, where_indexed
 from .numbers_in_cpp import compared, put_size
 from .python import SIGNS, Kernels, PythonPrinter, checked_symbols
-from .regions import repeat_in_cpp
+from .steps import arena_in_cpp, repeat_in_cpp
 
 DEVICES = ("cpu", "cuda")
 # numbers of c10::ScalarType, as in the C interface

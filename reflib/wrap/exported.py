@@ -217,8 +217,7 @@ def _refuse(*args: Any) -> Any:
 
 
 def _replaying(of: Callable[[], Any], head: Sequence[Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``plain``, but what was recorded is replayed. Where nothing fits, the slow path checks the arguments, so that
-    only a good call is recorded."""
+    """``plain``, but what was recorded is replayed. Else the slow path checks the arguments before recording."""
 
     def run(*args: Any) -> Any:
         recorded = of()

@@ -166,8 +166,7 @@ def _program(program: Program, nodes: tuple[Node, ...], takes: tuple[Any, ...], 
 
 
 def with_results(program: Program) -> tuple[Program, list[Buffer]] | None:
-    """``program``, given memory for its results as further inputs; None where a call returns one, or a block makes it.
-    """
+    """``program``, given memory for its results as further inputs; None where a call or a block returns its own."""
     first = {b: node for node in reversed(program.nodes) for b in node.writes()}
     results = [b for b in program.buffers.values() if b.name in program.output_buffers() and b.kind == "temp"]
     if any(b.name not in allocated_by(first[b.name]) for b in results):
@@ -188,8 +187,7 @@ def build(program: Program, options: Options, stages: Any) -> Wrapped:
 
 
 class Chain:
-    """``parts`` run one after another, by ``calls``: a list of the program's inputs, which it empties, to its outputs.
-    """
+    """``parts`` run one after another, by ``calls``: a list of the program's inputs, emptied, to its outputs."""
 
     def __init__(self, program: Program, parts: Sequence[Part], calls: Sequence[Call]):
         lets = bind_symbols(program)

@@ -11,7 +11,7 @@ from typing import Any
 import sympy
 import torch
 
-from ..capture.graph import ranges_of
+from ..capture.exported import ranges_of
 from ..errors import ReflibError
 from ..ir.expr import Expr, Sym, expr, nonneg
 from ..ir.program import Assume, Program

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..capture.storages import counted_from, reaches_beyond, root, strided, value_of
+from ..capture.storages import counted_from, reaches_beyond, root, strided, value
 from ..errors import ArgumentError
 from ..ir.expr import Sym
 from ..logs import get as logger
@@ -43,8 +43,7 @@ SKIP, READ, WRITTEN = b"-rw"
 def eager_for_unusual(
     call: Callable[..., Any], what: Any, inputs: Sequence[Any], options: Options
 ) -> Callable[..., Any]:
-    """``call`` with the checks. ``what``: Dynamo's graph, whose callable it is, for ``inputs``; or a backward graph's
-    Stages."""
+    """``call`` with the checks. ``what``: Dynamo's graph, called with ``inputs``; or a backward graph's Stages."""
     if options.target is not None:
         return call
     if isinstance(what, torch.fx.GraphModule):
@@ -60,7 +59,7 @@ def op_by_op(
     are results of an earlier graph, of which one is updated here.) Plugs into ``pipeline.COMPILE``."""
     plain = (x for x in inputs if _is_looked_at(x) and x.layout is torch.strided)
     seen = [(x, x._base) for x in plain if x._is_view()]
-    seen += [(value_of(n), value_of(root(n))) for n in strided(module)]
+    seen += [(value(n), value(root(n))) for n in strided(module)]
     why = "it sees more of a storage than the tensor that is in it"
     if not any(reaches_beyond(view, base) for view, base in seen):
         try:

@@ -114,6 +114,7 @@ def test_every_control_of_every_figure_works_by_keyboard(site: Path, watched: Wa
     assert watched.problems == []
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("slug", ["decompose-k", "input-ranges"])
 def test_a_figure_answers_the_mouse(site: Path, watched: Watched, slug: str) -> None:
     """A click on another mark of a map picks it, as its list would."""

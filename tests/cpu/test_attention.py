@@ -140,6 +140,32 @@ def test_products_of_three_and_two_dimensions() -> None:
     becomes_a_call(operators, *(t[0].detach() for t in args))
 
 
+def windows(x, heads, bias=None):
+    """Hiera's: batch, heads, windows, tokens, width."""
+    b, n, c = x.shape
+    q, k, v = x.reshape(b, n // 6, 6, 3, heads, c // (3 * heads)).permute(3, 0, 4, 2, 1, 5)
+    scores = (q * 0.3) @ k.transpose(-1, -2)
+    scores = scores if bias is None else scores + bias
+    return (scores.softmax(-1) @ v).transpose(1, 3).reshape(b, -1, c // 3)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_products_of_more_dimensions(number: int) -> None:
+    draw = random.Random(60 + number)
+    b, h, n, d = sizes(60 + number)
+    x = torch.randn(b, 6 * n, 3 * h * d, requires_grad=True)
+    shapes = [None, (n, n), (6, n, n), (h, 1, 1, n), (b, 1, 6, n, n)]
+    bias = () if number == 0 else (torch.randn(shapes[number], dtype=torch.float32),)
+    fn = lambda x, *bias: windows(x.reshape(b, -1, 3 * h * d), h, *bias)  # noqa: E731
+    rows = [t.detach().requires_grad_() for t in torch.randn(3, 2, b, h, draw.randint(2, 4), n, d)]
+    becomes_a_call(lambda *t: fn(*t), x, *bias, backward=True, dynamic=number == 2)
+    becomes_a_call(operators, *rows, backward=True)
+    order = "abhnd,abhmd->abhnm"
+    becomes_a_call(
+        lambda q, k, v: (torch.einsum(order, q, k) / 4).softmax(-1) @ v, *(t.flatten(1, 2) for t in rows), backward=True
+    )
+
+
 # -- masks ------------------------------------------------------------------------------------------
 def added(q, k, v, mask):
     return (q @ k.mT / 4 + mask).softmax(-1) @ v

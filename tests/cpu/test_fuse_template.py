@@ -1,5 +1,6 @@
 """Matrix products take in what follows them: which kernels come out, that they compute the same, and why not more."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -202,6 +203,23 @@ def test_a_widened_product_is_read_as_it_was():
     f = products(fn, args)
     assert len(templates(f)) == 1 and len(kernels(f)) == 1
     assert {b.dtype for b in f.program.buffers.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_follows_from_the_product_is_not_stored_beside_it(seed):
+    """A soft cap of logits, in float32: the softmax computes it from the product, which a backward needs."""
+    r = random.Random(seed)
+    m, k, n = r.randrange(5, 12), r.randrange(3, 9), r.randrange(20, 60)
+
+    def fn(x, w):
+        y = x @ w
+        z = 30 * torch.tanh(y.float() / 30)
+        return y, z.logsumexp(1, keepdim=True), (z.float() - 1).amax(1)
+
+    f = products(fn, [R(m, k).bfloat16(), R(k, n).bfloat16()])
+    (product,) = templates(f)
+    assert product.writes() == ["mm"] and f.program.buffers["mm"].dtype == torch.bfloat16
+    assert not any(b.dtype == torch.float32 and b.numel.hint() == m * n for b in f.program.buffers.values())
 
 
 def test_a_scatter_stays_out():

@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import reflib
-from reflib.capture.joint_sums import joint_sums
+from reflib.capture.slice_sums import joint_sums
 from reflib.options import Options
 
 aten = torch.ops.aten

@@ -140,6 +140,9 @@ def test_both_kernels_are_counted_and_the_largest_win_is_listed(capsys: pytest.C
     said = capsys.readouterr().out
     assert said.count("times as fast") == 2 and said.index("n: 2: 6.00") < said.index("n: 1: 3.00")
     assert said.count("def triton_red_fused_0") == 1, "one listing"
+    assert said.count("extern_kernels.mm") == 2, "and one table, as both places have the same kernels"
+    lab.show_wins(rows, lambda at: (THEIRS + "#" * at["n"], [OURS]))
+    assert capsys.readouterr().out.count("extern_kernels.mm") == 3, "other kernels, another table"
     lab.show_wins(Rows(), lambda at: (THEIRS, [OURS]))
     assert "Nowhere" in capsys.readouterr().out
 

@@ -373,3 +373,17 @@ def test_parts_of_an_op_of_two_tensors_lie_as_eager_lays_out_the_op(fn):
         got, want = reflib.compile(fn)(x, y), fn(x, y)
         assert got.stride() == want.stride(), (x.stride(), y.stride())
         torch.testing.assert_close(got, want)
+
+
+def test_as_if_on_a_gpu_results_lie_as_cudnn_has_them() -> None:
+    """A build without cuDNN says of tensors on a GPU that convolutions make them contiguous."""
+
+    def only_there(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        assert x.is_cuda
+        return F.conv2d(F.interpolate(F.conv2d(x, w), scale_factor=2, mode="bilinear"), v, padding=1)
+
+    x, w, v = torch.zeros(2, 64, 16, 16), torch.zeros(64, 64, 1, 1), torch.zeros(64, 64, 3, 3)
+    half = [t.to(torch.bfloat16) for t in (x, w, v)]
+    buffers = reflib.explain(only_there, *half, target="sm_90").stages.fused.program.buffers
+    made = [b for name, b in buffers.items() if name.startswith("convolution")]
+    assert len(made) == 2 and all(b.strides[1] == 1 for b in made)

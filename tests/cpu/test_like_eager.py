@@ -232,6 +232,7 @@ def _batch_normed(x: Tensor) -> Tensor:
     return F.relu(F.batch_norm(x, torch.zeros(4), torch.ones(4), training=True))
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("name", SUMS)
 def test_on_a_gpu_sums_are_kernels_as_those_of_fast(name: str, dtype: torch.dtype) -> None:

@@ -42,6 +42,7 @@ NONE: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("target", ["cpu", "sm_90"])
 @pytest.mark.parametrize("case", NONE)
 def test_no_copy(case: str, target: str) -> None:
@@ -104,11 +105,11 @@ NEEDED: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("case", [*NONE, *NEEDED])
+@pytest.mark.sample(3)  # (of static sizes are those of test_no_copy)
+@pytest.mark.parametrize(
+    "case, dynamic", [*((c, True) for c in NONE), *((c, d) for c in NEEDED for d in (False, True))]
+)
 def test_as_eager(case: str, dynamic: bool) -> None:
-    if case in NONE and not dynamic:
-        return
     fn = (NONE | NEEDED)[case]
     mine, theirs = [X.clone(), W.clone()], [X.clone(), W.clone()]
     with torch.no_grad():

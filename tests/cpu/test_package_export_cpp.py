@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 import reflib
 from reflib.cli import cli
 from reflib.errors import OptionError, PackageError
-from reflib.package import describe
+from reflib.package.build import results
 from reflib.package.export_cpp import MARKER, _why, export_cpp
 from tests import exported_cpp
 from tests.exported_cpp import (
@@ -294,7 +294,7 @@ def test_names_of_results_of_classes() -> None:
     pytree.register_dataclass(Its)
     found = Its(1, ({"a": 2, 3: 4}, Pair(5, 6)))
     names = ["result.h", "result.c[0]['a']", "result.c[0][3]", "result.c[1].first", "result.c[1].second"]
-    assert describe.results(pytree.tree_structure(found)) == tuple(names)
+    assert results(pytree.tree_structure(found)) == tuple(names)
 
 
 class Pair(NamedTuple):

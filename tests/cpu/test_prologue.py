@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -187,6 +188,31 @@ def test_unmeasured_it_has_warps_enough(rows: int, n: int, k: int) -> None:
 
 
 @needs_triton
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("fn", [linear, int4, per_column])
+def test_unmeasured_one_row_is_no_tensor_cores_work(fn: Callable[..., Any], seed: int) -> None:
+    """Weights along the depth are multiplied where they are computed; they are on their way 16 bytes at a time, and
+    enough programs share them. Those across it (``per_column``), and more rows, are left to ``tl.dot``."""
+    draw = random.Random(seed)
+    n, k = 128 * draw.randrange(10, 60), 128 * draw.randrange(8, 60)
+    x, s = torch.zeros(1, k, dtype=BF16), S.new_ones(n)
+    packed = torch.zeros(n, k // 2, dtype=torch.uint8), s.new_ones(n, k // 128)
+    plain = torch.zeros((k, n) if fn is per_column else (n, k), dtype=torch.int8), s
+    weights = packed if fn is int4 else plain
+    e = reflib.explain(fn, x, *weights, target="sm_90")
+    assert (" row " in str(e.decisions[0].winner)) == (fn is not per_column)
+    assert " row " not in decided(fn, torch.zeros(2, k, dtype=BF16), *weights)
+    if fn is per_column:
+        return
+    kernel = e.stages.kernels[e.kernels[0].name]
+    binary = compile_kernel(kernel, H200)
+    used = resources(binary)
+    assert used["stack"] == 0 and used["registers"] <= 128 and int(kernel.grid.evaluate({})) >= 2 * H200.units
+    assert "mma" not in binary.ptx and re.search(r"cp\.async\.c[ag]\.shared\.global \[[^;]*, 0x(8|10)", binary.ptx)
+
+
+@needs_triton
 @pytest.mark.parametrize("fn, arch", [(linear, "sm_90"), (int4, "sm_90"), (int4, "sm_80")])
 def test_bytes_become_floats_without_conversions(fn: Callable[..., Any], arch: str) -> None:
     """A multiprocessor converts 16 integers per cycle; memory delivers 20 bytes, or 40 weights of 4 bits."""
@@ -258,7 +284,7 @@ def test_measured_beside_the_producers_own_kernel() -> None:
     variants = {key.variant for key in q.candidates}
     assert variants >= {"aten", "triton", NAME}
     kinds = {key.tiling.kind for key in q.candidates if key.variant == NAME}
-    assert "tiled" in kinds and "persistent" not in kinds and q.text
+    assert "tiled" in kinds and not kinds & {"persistent", "row"} and q.text
     again = lowered(linear, (x, w, s))
     assert question_of(again, next(n for n in again.nodes if isinstance(n, Choice)), parse_target("sm_90"), BLOCKING,
                        {}).text == q.text  # fmt: skip

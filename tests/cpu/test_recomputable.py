@@ -131,3 +131,19 @@ def test_the_gradient_of_a_maximum_compares_in_the_forward() -> None:
     e = reflib.explain(nearest, x, torch.randn(6, 3, dtype=torch.bfloat16, requires_grad=True))
     assert e.backward is not None
     assert "aten.eq.Tensor" in str(e.graph) and "aten.eq.Tensor" not in str(e.backward.graph)
+
+
+def test_an_input_is_not_saved_in_a_wider_dtype() -> None:
+    """Nor where it is compared with its own maximum: widened again it is the same."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        z = x.float()
+        e = (z - z.amax(-1, keepdim=True)).exp()
+        return e / (e.sum(-1, keepdim=True) + 1e-6) * z.amax(-1, keepdim=True)
+
+    x = torch.randn(RNG.randint(50, 99), RNG.randint(100, 300), dtype=torch.bfloat16, requires_grad=True)
+    forward = reflib.explain(fn, x, target="sm_90").graphs[0].scheduled
+    kept = [o.buffer for o in forward.outputs[1:] if o.buffer not in forward.inputs]
+    assert all(forward.buffers[b].numel.hint() == x.shape[0] for b in kept)
+    for got, want in zip(gradients(reflib.compile(fn), (x,)), gradients(fn, (x,)), strict=True):
+        torch.testing.assert_close(got, want)

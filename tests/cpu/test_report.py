@@ -14,6 +14,7 @@ from reflib.autotune.decide import with_tiling
 from reflib.autotune.matmul import apart, template_variants
 from reflib.autotune.points import _pruning
 from reflib.autotune.question import question_of
+from reflib.autotune.ranges import key_of
 from reflib.autotune.report import Report, epilogue_verdict, occupancy, report
 from reflib.autotune.subprogram import splice
 from reflib.fuse import fuse
@@ -22,7 +23,6 @@ from reflib.generate.compile_triton import Binary, compile_kernel, resources
 from reflib.generate.kernel import Kernel
 from reflib.generate.matmul import generate_matmul
 from reflib.ir.data import from_data, to_data
-from reflib.ir.decision import key_of
 from reflib.ir.expr import expr
 from reflib.ir.program import Choice, Program, Template, Tiling, Variant, fallback_kernels
 from reflib.ir.verify import verify

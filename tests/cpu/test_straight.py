@@ -79,6 +79,7 @@ def views(results: Any) -> list[bool]:
     return [x._is_view() for x in pytree.tree_leaves(results) if isinstance(x, Tensor)]
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("fn", [plain, viewed, returned, two_views, written, transposed_in_place, without_gradients])
 @pytest.mark.parametrize("grad", [False, True])
 def test_as_eager(fn: Callable[..., Any], grad: bool) -> None:

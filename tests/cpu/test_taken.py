@@ -14,7 +14,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from reflib.lab.peak_memory import peak_bytes
 from reflib.options import Options
 from reflib.pipeline import Backend, Stages
-from reflib.wrap.taken import owned
+from reflib.wrap.steps import owned
 
 CPU = torch.device("cpu")
 

@@ -68,8 +68,27 @@ def test_two_chains_do_not_take_the_order_of_each_other() -> None:
 
     x, target = torch.randn(B, 6, S, 2 * S, dtype=torch.bfloat16), torch.randint(0, 6, (B, S, 2 * S))
     e = reflib.explain(loss, x, target, target="sm_90")
-    (p,) = {b for n in e.fused.nodes for b in n.writes() if tuple(map(int, e.fused.buffers[b].shape)) == tuple(x.shape)}
-    assert tuple(map(int, e.fused.buffers[p].strides)) == x.stride()
+    stored = [e.fused.buffers[b] for n in e.fused.nodes for b in n.writes()]
+    assert all(tuple(map(int, b.strides)) == x.stride() for b in stored if tuple(map(int, b.shape)) == tuple(x.shape))
+    assert sum("arg0_1" in n.reads() for n in e.fused.nodes) == 1
+
+
+def test_a_few_elements_of_each_row_decide_nothing() -> None:
+    """A loss of classes: logits in half precision, a float32 copy, and of each row the one that a label names. Along
+    that one axis the few are read; all are, along the other."""
+    rows, classes = R.randint(1000, 3000), R.randint(20_000, 40_000)
+
+    def loss(x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        z = (30 * torch.tanh(x / 30)).float()
+        return (z.logsumexp(1) - z.gather(1, label[:, None])[:, 0]).mean()
+
+    x, label = torch.empty(rows, classes, dtype=torch.bfloat16), torch.empty(rows, dtype=torch.int64)
+    e = reflib.explain(loss, x, label, target="sm_90")
+    whole = [n for n in e.fused.nodes if "arg0_1" in n.reads() and (n.numel * n.rnumel).hint() >= x.numel()]
+    assert (
+        len(whole) == 1
+        and max(b.numel.hint() for n in e.fused.nodes for b in map(e.fused.buffers.get, n.writes())) <= rows
+    )
 
 
 def test_values() -> None:

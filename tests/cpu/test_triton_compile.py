@@ -130,6 +130,7 @@ def _resized(s, case: Case, i):
     return map_stmt(s, same, {case.parts[0].axes[0].var: expr(i.var)})
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("kind", ["softmax", "layer_norm", "rms_norm"])
 @pytest.mark.parametrize(
     "rows,cols", [(576000, 512), (131072, 1024), (65536, 2048), (32768, 4096), (4096, 8192), (4096, 16384)]

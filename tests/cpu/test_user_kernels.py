@@ -16,7 +16,7 @@ from torch._higher_order_ops import triton_kernel_wrap
 import reflib
 from reflib.capture import triton_there
 from reflib.capture.triton_there import triton_of_gpu
-from reflib.errors import CaptureError, GenerateError, PackageError, ToolchainError
+from reflib.errors import CaptureError, DeviceError, GenerateError, PackageError, ToolchainError
 from reflib.generate.compile_triton import compile_kernel
 from reflib.generate.user_kernel import packed
 from reflib.ir.data import decode, encode
@@ -434,6 +434,34 @@ def test_what_is_refused() -> None:
         torch._dynamo.reset()
         with pytest.raises(Exception, match=says):
             explain(fn, torch.randn(128))
+
+
+@pytest.mark.parametrize("arch", ["sm_86", "sm_90"])
+def test_too_much_shared_memory_is_said_before_a_launch(arch: str) -> None:
+    """Of explain for a target, with the kernel, its line, the bytes that it needs and there are, and what to do."""
+
+    @triton.jit
+    def hungry(x, y, out, DEPTH: tl.constexpr):
+        i, k = tl.arange(0, 32), tl.arange(0, DEPTH)
+        a, b = tl.load(x + i[:, None] * DEPTH + k[None, :]), tl.load(y + k[:, None] * 32 + i[None, :])
+        tl.store(out + i[:, None] * 32 + i[None, :], tl.dot(a, b))
+
+    def product(x: Tensor, y: Tensor) -> Tensor:
+        out = x.new_empty(32, 32, dtype=torch.float32)
+        hungry[(1,)](x, y, out, DEPTH=x.shape[1])
+        return out
+
+    for depth in (64, 2048):
+        x = torch.zeros(32, depth, dtype=torch.bfloat16)
+        torch._dynamo.reset()
+        if depth == 64:
+            assert len(launches(reflib.explain(product, x, x.T.contiguous(), target=arch))) == 1
+            continue
+        limit = parse_target(arch).shared
+        needs = rf"kernel k0_hungry needs \d{{6}} bytes of shared memory; {arch} has {limit}"
+        says = rf"(?s){needs}.*hungry at {LINE}.*fewer stages"
+        with pytest.raises(DeviceError, match=says):
+            reflib.explain(product, x, x.T.contiguous(), target=arch)
 
 
 def test_why_triton_refuses_it_is_said(tmp_path: Path) -> None:

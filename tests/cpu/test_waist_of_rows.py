@@ -7,6 +7,7 @@ import pytest
 import torch
 from fuse_cases import fused
 
+import reflib
 from reflib.fuse import waist
 from reflib.fuse.result import Fused
 
@@ -39,3 +40,21 @@ def test_a_norm_of_channels_keeps_fewer_tensors(seed: int) -> None:
     with mock.patch.object(waist, "_cut", lambda work: set()):
         whole = fused(backward, args)
     assert kept(cut, n * c * s) < kept(whole, n * c * s)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_second_of_two_tensors_is_computed_from_the_first(seed: int) -> None:
+    """Random features of keys: in their backward a tensor and its negative, which is summed, were both stored."""
+    r = random.Random(seed)
+    b, t, d, n = r.randrange(20, 60), r.randrange(500, 2000), 8 * r.randrange(3, 9), r.randrange(100, 300)
+
+    def features(x: torch.Tensor, v: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        u = x @ p.t()
+        u = u - x.square().sum(-1, keepdim=True) / 2 - u.amax((-1, -2), keepdim=True)
+        return (u.exp() + 1e-4).transpose(-1, -2) @ v
+
+    args = [torch.empty(s, requires_grad=True) for s in ((b, t, d), (b, t, d), (n, d))]
+    e = reflib.explain(features, *args, target="sm_90", verify=True).backward
+    assert e is not None
+    kinds = {w: (x.numel.hint(), x.dtype.itemsize) for w, x in e.fused.buffers.items()}
+    assert max(sum(kinds[w] == (b * t * n, 4) for w in node.writes()) for node in e.fused.nodes) == 1

@@ -86,6 +86,29 @@ def test_numbers_as_arguments(n: int) -> None:
             torch.testing.assert_close(compiled(x, flag, wide, f, extra), fn(x, flag, wide, f, extra))
 
 
+@pytest.mark.parametrize("way", ["python", "cpp", "package"])
+def test_a_grid_that_a_tensor_decides(way: str, tmp_path: Path) -> None:
+    """As eagerly: the call waits for the number; no programs run for one that is not positive."""
+
+    def fn(x: Tensor, y: Tensor, n: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        add_kernel[(n.item(),)](x, y, out, x.numel(), BLOCK=64)
+        return out
+
+    args = [torch.randn(300, device="cuda") for _ in "xy"]
+    if way == "package":
+        capability = "sm_{}{}".format(*torch.cuda.get_device_capability())
+        example = (*args, torch.tensor(2, device="cuda"))
+        compiled = reflib.load(reflib.aot_compile(fn, example, tmp_path / "p.reflib", [capability]))
+    else:
+        compiled = torch.compile(fn, backend="reflib", options={"wrapper": way})
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for n in (3, 5, 1, 0, -2, 4):
+            count = torch.tensor(n, device="cuda")
+            want = torch.where(torch.arange(300, device="cuda") < 64 * n, args[0] + args[1], 0)
+            torch.testing.assert_close(compiled(*args, count), want)
+
+
 def test_sizes_change_between_calls() -> None:
     """Each variant of a kernel: multiples of 16 and not, addresses that are aligned and not; an empty tensor."""
     compiled = Compiled(user_kernels.plain, dynamic=True)

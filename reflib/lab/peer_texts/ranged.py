@@ -1,17 +1,21 @@
 """input-ranges: the chapter's layer in four ways, over all sizes: with ranges, and with each implementation alone.
 
-The same source for both compilers. TorchInductor's winners, branches and outer kernels go to the file `facts`.
+The same source for both compilers. TorchInductor's winners, branches and outer kernels go to the file `facts`, and what
+both have generated for each way: {"programs": {compiler: {way: [text, ...]}}}.
 """
 
 import importlib
 import json
 import logging
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
+
+from reflib.lab.wins import after_imports
 
 SETTINGS: dict[str, Any] = {}  # peer_text writes them: compiler, facts, columns, outputs, top, splits, points
 
@@ -68,6 +72,14 @@ class Keep(logging.Handler):
         kept.append(record.getMessage().strip())
 
 
+def keep(way, texts, **more):
+    """Adds the texts of one way, and `more`, to the file."""
+    path = Path(SETTINGS["facts"])
+    facts = json.loads(path.read_text()) if path.exists() else {"programs": {}}
+    facts["programs"].setdefault(SETTINGS["compiler"], {})[way] = texts
+    path.write_text(json.dumps({**facts, **more}))
+
+
 def compiled(way, first, w, bias):
     if not made:
         register()
@@ -76,6 +88,8 @@ def compiled(way, first, w, bias):
         options = {"autotune": "blocking" if way == "ranges" else "off"}
         f = torch.compile(WAYS[way], backend="reflib", options=options)
         f(first, w, bias)
+        explain = importlib.import_module("reflib").explain  # the decisions are stored: nothing is measured again
+        keep(way, [k.source for k in explain(WAYS[way], first, w, bias, **options).kernels])
         return f
     log = logging.getLogger("torch._inductor.kernel.custom_op")
     log.setLevel(logging.INFO)
@@ -83,16 +97,16 @@ def compiled(way, first, w, bias):
     f = torch.compile(WAYS[way])
     with config.patch(fx_graph_cache=False, max_autotune=way == "ranges"):
         _, texts = run_and_get_code(f, first, w, bias)
+    found = {}
     if way == "ranges":
-        last = texts[-1][texts[-1].rfind("def call"):]
+        last = texts[-1][texts[-1].rfind("def call") :]
         kernels = re.findall(r"(?:cpp|triton_[a-z]+)_fused_[A-Za-z_0-9]+", last)
         found = {
             "winners": [k for k in kept if k.startswith("Range [") and "->" in k],
             "branches": re.findall(r"if (s[0-9]+ [<>=]+ [0-9]+):", last),
             "after the branch": sorted(set(kernels)),
         }
-        with open(SETTINGS["facts"], "w") as file:
-            json.dump(found, file)
+    keep(way, [after_imports(texts[-1])], **found)
     return f
 
 
