@@ -64,6 +64,7 @@ CORE = (
         ("ir/loops.py", "The grammar of a loop nest; `BodyBuilder`."),
         ("ir/transforms.py", "What may be computed once per row; bodies joined; axes merged."),
         ("ir/program.py", "The grammar of a program: buffers, views, nodes, variants."),
+        ("ir/assume.py", "Which facts about sizes need a check at run time."),
         ("ir/traffic.py", "How many sectors of memory an order of loops or a block touches."),
         ("ir/printer.py", "The text form of both. Read a printed program beside it."),
         ("ir/decision.py", "What was chosen and why, as data for `explain`."),

@@ -13,12 +13,12 @@ from math import prod
 
 import torch
 
+from ..ir.assume import limit_facts
 from ..ir.expr import BinOp, Expr, Sym, Var, ceildiv, expr, minimum, product
 from ..ir.instructions import PER_BYTE
 from ..ir.loops import Index, Load, Store
 from ..ir.program import Assume, Buffer, Config, KernelNode, Template, Tiling, Variant, View, kernel_with_fallback
 from ..options import Options
-from ..schedule.heuristics import limit_facts
 from ..target import Target
 from .epilogue import Epilogue
 from .one_row import row_tilings

@@ -96,7 +96,7 @@ def _computing(
     """``have``: what may be read of what the writer stores, instead of what it made that of."""
     node, writers = nodes[position], depends.writers[name]
     assert isinstance(node, LoopNest)
-    source, both = _from_stored(program, writer, have)
+    source, both = _from_stored(writer, have, buffers)
     rows = _of_rows(source, name)
     slice_ = _computation(source, name, rows)
     if slice_ is None or not makes_all(program, slice_, slice_.stores()[0]):
@@ -161,13 +161,13 @@ def _at_hand(program: Program, node: LoopNest, name: str) -> set[str]:
     return {s.buffer for s in loads if s.index in places or program.buffers[s.buffer].dtype.itemsize < width}
 
 
-def _from_stored(program: Program, writer: LoopNest, have: set[str]) -> tuple[LoopNest, set[str]]:
+def _from_stored(writer: LoopNest, have: set[str], buffers: dict[str, Buffer]) -> tuple[LoopNest, set[str]]:
     """``writer`` with a load for each computed value that it also stores to a tensor in ``have``, and these tensors."""
     body, found = list(writer.body), set[str]()
     for s in writer.stores():
         value, usable = writer.body[s.value], s.buffer in have and not s.reduce and s.buffer not in writer.reads()
         usable = usable and not any(isinstance(a, Ref) for a in s.index.atoms())  # a later point may store there too
-        if usable and isinstance(value, Op) and value.dtype == value_dtype(program.buffers[s.buffer].dtype):
+        if usable and isinstance(value, Op) and value.dtype == value_dtype(buffers[s.buffer].dtype):
             body[s.value] = Load(s.buffer, s.index, value.dtype)
             found.add(s.buffer)
     return replace(writer, body=tuple(body)), found

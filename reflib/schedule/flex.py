@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import GenerateError
+from ..ir.assume import limit_facts
 from ..ir.expr import Expr, Sym, expr
 from ..ir.flex import INPUTS, FlexKernel
 from ..ir.program import Assume, Buffer, Config, Extern, KernelNode, Variant, View, iter_views, symbols_in
 from ..lower.flex_tilings import tilings
 from ..target import Target
-from .heuristics import limit_facts
 
 
 def variants(name: str, x: Extern, buffers: dict[str, Buffer], target: Target) -> tuple[Variant, ...]:

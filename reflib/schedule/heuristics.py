@@ -19,7 +19,8 @@ The numbers here come from 2,905 launches of 160 kernels measured on an H200: ro
 from dataclasses import dataclass, replace
 from math import log2
 
-from ..ir.expr import Expr, Sym, expr, max_value, nonneg
+from ..ir.assume import limit_facts
+from ..ir.expr import Expr, Sym, expr
 from ..ir.loops import Index, Load, LoopNest, Reduce, Scan, Store
 from ..ir.program import Assume, Buffer, Config, KernelNode, Variant, kernel_with_fallback
 from ..ir.traffic import CLOSE, SECTOR, WARP, accesses, cost
@@ -36,7 +37,6 @@ SHAPES = Seam("schedule.SHAPES")
 ADJUST = Seam("schedule.ADJUST")
 READ_BYTES = 16  # the widest access of one thread
 ROW_BYTES = 64  # of a row, in flight per thread
-INT32_LIMIT = 2**31 - 2**17  # a program's block may reach past the end, and that must not overflow either
 
 
 def choose_configs(
@@ -239,24 +239,6 @@ def _index_facts(traffic: list[Traffic], buffers: dict[str, Buffer]) -> tuple[As
         if any(a.lo < -(2**31) for s in t.part.body if isinstance(s, Index) for a in s.expr.symbols()):
             return None  # any integer at all, as a value
     return limit_facts(sizes)
-
-
-def limit_facts(sizes: list[Expr]) -> tuple[Assume, ...] | None:
-    """The facts by which ``sizes`` fit 32-bit indices, without those that are proved; None when one does not fit."""
-    open_: list[Expr] = []
-    for e in dict.fromkeys(sizes):
-        top = max_value(e)
-        if (top is None and e.hint() > INT32_LIMIT) or (top is not None and top > INT32_LIMIT):
-            return None
-        if top is None:
-            open_.append(e)
-    needed = [e for i, e in enumerate(open_) if not _implied(e, open_, i)]
-    return tuple(Assume("at_most", e, INT32_LIMIT) for e in needed)
-
-
-def _implied(e: Expr, others: list[Expr], at: int) -> bool:
-    """Is another fact at least as strong? (Of two equal ones the first is kept.)"""
-    return any(j != at and nonneg(o - e) and (j < at or not nonneg(e - o)) for j, o in enumerate(others))
 
 
 def _aligned(parts: tuple[LoopNest, ...], buffers: dict[str, Buffer]) -> tuple[Assume, ...]:

@@ -12,11 +12,11 @@ from dataclasses import replace
 import torch
 
 from ..errors import GenerateError
+from ..ir.assume import limit_facts
 from ..ir.expr import Expr, expr, nonneg, product
 from ..ir.program import Assume, Buffer, Config, Extern, KernelNode, Variant, View, symbols_in
 from ..ir.user_kernel import UserKernel
 from ..target import Target
-from .heuristics import limit_facts
 
 
 def variants(name: str, x: Extern, buffers: dict[str, Buffer], target: Target) -> tuple[Variant, ...]:

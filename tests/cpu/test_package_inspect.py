@@ -15,7 +15,7 @@ from torch.export import Dim
 import reflib
 from reflib.cli import cli, main
 from reflib.ir.expr import Sym, expr
-from reflib.package import architectures, archive, describe, images
+from reflib.package import architectures, archive, build, images
 from reflib.package.inspect import Inspection, inspect
 from reflib.wrap.convention import Argument, Convention, Expected, Guard
 from tests.packages import CASES, changed
@@ -205,7 +205,7 @@ def test_a_guard_of_what_is_twice_a_size() -> None:
     x = Expected(torch.float32, torch.device("cpu"), (2 * expr(n) + 1,), (expr(1),))
     guards = tuple(Guard("differs", expr(Sym(s)), text) for s, text in (("s1", "Ne(s1, 8)"), ("s2", "s2")))
     c = Convention(("",), (Argument("x", x),), (), None, None, {}, ("cpu",), guards)
-    assert describe.guards(c) == ("Ne(s1, 8) (Ne(((x.shape[0] - 1)//2), 8))", "s2")
+    assert build.guards(c) == ("Ne(s1, 8) (Ne(((x.shape[0] - 1)//2), 8))", "s2")
 
 
 def test_the_command(package: Path, tmp_path: Path, found: Inspection) -> None:
