@@ -86,7 +86,7 @@ def mix_orders(fused: Fused, options: Options, target: Target) -> Fused:
     if not (options.mix_orders and target.is_gpu):
         return fused
     wanted: dict[str, int] = {}
-    found = list(_candidates(fused, target))
+    found = list(_candidates(fused, options, target))
     several = Counter((rows.name, n) for node, rows in found if (n := _groups(node, rows)) > 1)
     groups: dict[str, int] = {}  # of the rows, those that most sums are of, each with programs of its own
     for (name, n), _ in several.most_common():
@@ -107,7 +107,7 @@ def mix_orders(fused: Fused, options: Options, target: Target) -> Fused:
             return replace(trial, formed=True)
         again = {b for name in out for b in read[name]}  # what their own kernels will read in any case
         apart = Reason("columns", "a kernel that reduces the rows and sums these columns would not read less")
-        for node, rows in _candidates(fused, target):
+        for node, rows in _candidates(fused, options, target):
             if node.name in wanted and (node.name in out or read[node.name] <= again):
                 del wanted[node.name]
                 fused = _refuse(fused, rows, node, apart)
@@ -119,7 +119,7 @@ def _refuse(fused: Fused, rows: LoopNest, columns: LoopNest, reason: Reason) -> 
 
 
 # -- which --------------------------------------------------------------------------------------------
-def _candidates(fused: Fused, target: Target) -> Iterator[tuple[LoopNest, LoopNest]]:
+def _candidates(fused: Fused, options: Options, target: Target) -> Iterator[tuple[LoopNest, LoopNest]]:
     """Column sums, each with a row reduction over as many rows and columns. Of a small tensor, which is read from the
     cache, if they would be cut in two: that is a launch more."""
     loops = [n for n in fused.program.nodes if isinstance(n, LoopNest) and n.reduced]
@@ -134,7 +134,7 @@ def _candidates(fused: Fused, target: Target) -> Iterator[tuple[LoopNest, LoopNe
         if rows is None or not (reduces_columns(n) and can_split(n) and _sums(n)):
             continue
         large = (n.numel * n.rnumel).hint() >= ELEMENTS * THREADS * target.units
-        if large or _groups(n, rows) == 1 and n.rnumel.hint() >= CUT:
+        if large or options.split_reductions and _groups(n, rows) == 1 and n.rnumel.hint() >= CUT:
             yield n, rows
 
 
