@@ -19,7 +19,7 @@ NB: TorchInductor adds in float32 to memory, or calls ATen, which sorts the plac
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..ir.expr import Atom, IntLike, divide_exact, expr
+from ..ir.expr import Atom, IntLike, Ref, divide_exact, expr
 from ..ir.loops import Axis, Load, LoopNest, Store
 from ..ir.program import Buffer, Node, Program
 from ..ir.transforms import substitute
@@ -90,6 +90,8 @@ def _sum(program: Program, d: Dependencies, b: Buffer) -> list[int]:
             return []
         if any(d.written_between(r, p, end + 1) for r in n.reads()):
             return []
+    if any(isinstance(a, Ref) for s in program.nodes[writers[0]].stores() for a in s.index.atoms()):  # type: ignore[union-attr]
+        return []  # few rows are filled
     adds = [s for p in writers[1:] for s in program.nodes[p].stores()]  # type: ignore[union-attr]
     return positions if all(s.reduce == "atomic" for s in adds) else []
 

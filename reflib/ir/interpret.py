@@ -36,6 +36,7 @@ from .program import (
 from .regions import Region
 from .scans import SCANS
 
+NOWHERE = -(2**40)  # the position of what an Indirect skips; times a stride it stays below zero
 Env = dict[str, Any]  # symbol, loop variable or %i -> int or integer tensor
 
 
@@ -242,7 +243,10 @@ def _run_stmt(s: Stmt, values: list[Any], memory: dict[str, torch.Tensor], env: 
         value = values[s.arg]
         if s.wraps:
             value = torch.where(value < 0, value + size, value)
-        if value.numel() and not bool(((value >= 0) & (value < size)).all()):
+        inside = (value >= 0) & (value < size)
+        if s.skips:
+            value = torch.where(inside, value.to(torch.int64), NOWHERE)
+        elif not bool(inside.all()):
             raise IndexOutOfRange(f"an index is outside 0 <= index < {size}")
         return value.to(torch.int64)
     if isinstance(s, Reduce):
@@ -266,11 +270,11 @@ def _check_bounds(index: torch.Tensor, storage: torch.Tensor, s: Load | Store) -
 
 
 def _load(s: Load, values: list[Any], storage: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    if s.mask is None:
+    there = index > NOWHERE // 2
+    if s.mask is None and bool(there.all()):
         _check_bounds(index, storage, s)
         return storage[index].to(value_dtype(storage.dtype))
-    mask = values[s.mask]
-    mask, index = torch.broadcast_tensors(mask, index)
+    mask, index = torch.broadcast_tensors(there if s.mask is None else values[s.mask] & there, index)
     out = torch.full(mask.shape, s.other, dtype=s.dtype, device=mask.device)
     _check_bounds(index[mask], storage, s)
     out[mask] = storage[index[mask]].to(s.dtype)
@@ -278,12 +282,14 @@ def _load(s: Load, values: list[Any], storage: torch.Tensor, index: torch.Tensor
 
 
 def _store(s: Store, value: torch.Tensor, storage: torch.Tensor, index: torch.Tensor) -> None:
+    value, index = torch.broadcast_tensors(value.to(storage.dtype), index)
+    there = index > NOWHERE // 2
+    value, index = value[there], index[there]
     _check_bounds(index, storage, s)
-    shape = torch.broadcast_shapes(value.shape, index.shape)
     if s.reduce:
-        storage.index_add_(0, index.reshape(-1), value.reshape(-1).to(storage.dtype))
+        storage.index_add_(0, index, value)
         return
-    storage[index.expand(shape)] = value.expand(shape).to(storage.dtype)
+    storage[index] = value
 
 
 def _reduce(s: Reduce, args: list[torch.Tensor], extents: list[int], rdims: list[int]) -> torch.Tensor:

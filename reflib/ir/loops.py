@@ -103,6 +103,7 @@ class Indirect:
     size: Expr
     checked: bool | str = True
     wraps: bool = True  # whether negative ones count from the end
+    skips: bool = False  # outside, nothing is stored there, and no value loaded matters; else that is an error
     dtype: ClassVar[torch.dtype] = torch.int64
 
 
@@ -310,9 +311,12 @@ class BodyBuilder:
             return self.op("to_f16" if dtype == torch.float16 else "to_bf16", value)
         return value if self.dtype(value) == dtype else self.op("cast", value, dtype=dtype)
 
-    def indirect(self, value: int, size: IntLike, checked: bool | str = True, wraps: bool = True) -> Expr:
+    def indirect(
+        self, value: int, size: IntLike, checked: bool | str = True, wraps: bool = True, skips: bool = False
+    ) -> Expr:
         """``value`` (any integer dtype) checked against ``size``, for use in an index."""
-        return expr(Ref(self.add(Indirect(self.cast(value, torch.int64), expr(size), checked, wraps)), expr(size)))
+        at = Indirect(self.cast(value, torch.int64), expr(size), checked, wraps, skips)
+        return expr(Ref(self.add(at), expr(size)))
 
     def reduce(self, kind: str, *args: int, dtype: torch.dtype) -> int:
         return self.add(Reduce(kind, args, dtype))

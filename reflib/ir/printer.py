@@ -100,7 +100,8 @@ def _right_side(s: Load | Const | Index | Acc | Op | Indirect | Reduce | Scan) -
     if isinstance(s, Acc):
         return "acc"
     if isinstance(s, Indirect):
-        return f"indirect {'' if s.wraps else '0 <= '}%{s.arg} < {s.size}{'' if s.checked else ' unchecked'}"
+        how = " skips" if s.skips else "" if s.checked else " unchecked"
+        return f"indirect {'' if s.wraps else '0 <= '}%{s.arg} < {s.size}{how}"
     values = " ".join(f"%{a}" for a in s.args)
     if isinstance(s, Op):
         return f"{s.op} {values}"

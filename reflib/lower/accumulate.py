@@ -13,8 +13,9 @@ TorchInductor's kernels and in some of eager's (those of ``scatter_add``; those 
 first). Under ``torch.use_deterministic_algorithms(True)`` only integers are summed so.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from .context import LoweringContext
 from .extern import extern
 from .indexing import axis, here_and_at, named, one_per_row, stand
 from .rules import Unsupported, overloads, rule
-from .segment_sums import segment_sums
+from .segment_sums import contiguous, segment_sums
 
 SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32} | {
     d: d for d in (torch.float32, torch.float64, torch.int32, torch.int64)
@@ -36,8 +37,17 @@ SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32} | {
 # What is added at one point of a loop nest: (coordinates in the result, value).
 Term = Callable[[NestBuilder], tuple[Sequence[IntLike], Scalar]]
 Sum = Callable[[LoweringContext, View | None, Sequence[IntLike], Term], View]  # ``accumulate``
-# Points that each name a row of the result, of those of a Term the first dimensions: their shape, and which row.
-Rows = tuple[Sequence[Expr], Callable[[NestBuilder], Expr]]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Positions of ``shape`` that each name a row of the result: at a point of which they are the first dimensions,
+    ``row`` says which one, and whether anything is added (None: always). ``new``, of these dimensions and a row's, is
+    what is added."""
+
+    shape: Sequence[Expr]
+    row: Callable[[NestBuilder], tuple[Expr, Value | None]]
+    new: View
 
 
 # On a GPU eager's kernels of these are atomic additions: their order is open, with numerics="eager" too.
@@ -66,14 +76,20 @@ def accumulate(
 ) -> View:
     """``start`` (None: zeros) and the terms, one for each point of ``shape``. Unsupported where that cannot be."""
     dtype = check(cx)
+    zeros = start is None or cx.low.uniform.get(start.buffer) == 0
+    if rows is not None and zeros and product(rows.shape) != 1 and _saved_by_slots(cx, rows, dtype) > 0:
+        return _by_slots(cx, rows)
     if dtype == cx.dtype:
         return add(cx, cx.out(), start, shape, term)
-    if rows is not None and (start is None or cx.low.uniform.get(start.buffer) == 0):
-        spared = (cx.shape[0].hint() - product(rows[0]).hint()) * product(cx.shape[1:]).hint() * 2 * dtype.itemsize
-        if spared >= LAUNCH:
-            return _by_slots(cx, shape, term, *rows)
     sums = add(cx, summing(cx, "sums", dtype), start, shape, term)
     return nest(cx, lambda k: k.load(sums))
+
+
+def _saved_by_slots(cx: LoweringContext, rows: Rows, dtype: torch.dtype) -> int:
+    """Bytes that ``_by_slots`` need not move, less three launches: a sum of each element, unless that is the result;
+    what is added is read twice."""
+    all_, added = (product((n, *cx.shape[1:])).hint() for n in (cx.shape[0], product(rows.shape)))
+    return (2 * all_ * dtype.itemsize if dtype != cx.dtype else 0) - 2 * added * cx.dtype.itemsize - 2 * LAUNCH
 
 
 def summing(cx: LoweringContext, what: str, dtype: torch.dtype) -> View:
@@ -110,9 +126,10 @@ def put(cx: LoweringContext, x: View, indices: Sequence[View | None], values: An
     def term(k: NestBuilder) -> tuple[Sequence[IntLike], Scalar]:
         return named(k, x, indices, first, rank), k.load(values) if isinstance(values, View) else values
 
-    if how is accumulate and len(used) == 1 and indices[0] is not None:
-        rows = used[0].shape, lambda k: k.indirect(k.load(used[0]), x.shape[0], True)
-        return accumulate(cx, x, shape, term, rows)
+    if how is accumulate and len(used) == 1 and indices[0] is not None and isinstance(values, View):
+        by = used[0]
+        rows = Rows(by.shape, lambda k: (k.indirect(k.load(by, k.coords[:rank]), x.shape[0], True), None), values)
+        return accumulate(cx, x, shape, term, rows if list(values.shape) == shape else None)
     return how(cx, x, shape, term)
 
 
@@ -157,8 +174,9 @@ def index_add(cx: LoweringContext, x: View, dim: int, index: View, new: View, *,
         at, value = place(k)
         return at, value if alpha == 1 else value * k.value(alpha, SUMMED_IN[cx.dtype])
 
-    rows = index.shape, lambda k: k.indirect(k.load(index), x.shape[0])
-    return accumulate(cx, x, new.shape, term, rows if len(index.shape) == 1 and axis(dim, len(x.shape)) == 0 else None)
+    rows = Rows(index.shape, lambda k: (k.indirect(k.load(index, k.coords[:1]), x.shape[0]), None), new)
+    by_row = alpha == 1 and len(index.shape) == 1 and axis(dim, len(x.shape)) == 0
+    return accumulate(cx, x, new.shape, term, rows if by_row else None)
 
 
 def scattered(x: View, shape: Sequence[Expr], dim: int, index: View, new: View | float) -> Term:
@@ -192,32 +210,82 @@ def embedding_dense_backward(
 
     if (out := segment_sums(cx, None, indices, grad, padding)) is not None:
         return out
-    return accumulate(cx, None, grad.shape, term, (indices.shape, lambda k: row(k)[1]))
+
+    def named(k: NestBuilder) -> tuple[Expr, Value | None]:
+        index, at = row(k)
+        if padding < 0:
+            return at, None
+        wanted = index.ne(padding)
+        return k.b.indirect(where(wanted, index, rows).id, rows, wraps=False, skips=True), wanted
+
+    return accumulate(cx, None, grad.shape, term, Rows(indices.shape, named, grad))
 
 
-def _by_slots(
-    cx: LoweringContext, shape: Sequence[IntLike], term: Term, named: Sequence[Expr], row: Callable[[NestBuilder], Expr]
-) -> View:
-    """``accumulate`` of rows into zeros, of which most stay: as many rows are summed as there are indices, not as the
-    result has, and one that stays zero. Of the positions of one row any may win, and all add to its sums::
+def _by_slots(cx: LoweringContext, rows: Rows) -> View:
+    """``accumulate`` of rows into zeros. Of the positions that name a row, any one wins its slot, and any other one is
+    its second; only third and further ones are added atomically, and only rows with a second have sums::
 
-        slot[:] = n;  slot[index[i]] = i;  sums[slot[index[i]]] += new[i];  out[v] = sums[slot[v]]
+        slot[:] = n;  slot[row[i]] = i                          second[:] = n;  second[slot[row[i]]] = i, if not that
+        sums[w] = new[second[w]], where there is one            sums[slot[row[i]]] += new[i], for all others
+        out[v] = new[slot[v]] + sums[slot[v]], where there are
 
-    (A vocabulary of 51,865 x 384 and 512 tokens: 80 MB of float32 would be filled and read, of which 0.8 are sums.)"""
-    slot, few = cx.temp("slot", cx.shape[:1], torch.int32), product(named)
+    (8,192 rows of 1,024 bfloat16 for a vocabulary of 32,000: 131 MB of float32 would be filled and read.)"""
+    few, others = product(rows.shape), cx.shape[1:]
+    slot, second = cx.temp("slot", cx.shape[:1], torch.int32), cx.temp("second", (few,), torch.int32)
+    sums, new = cx.temp("sums", (few, *others), SUMMED_IN[cx.dtype]), flat(cx, rows.new, len(rows.shape))
     fill(cx, slot, few)
-    k = NestBuilder(cx, named)
-    k.store(slot, k.index(k.linear(range(len(k.shape)))), [row(k)])
+    fill(cx, second, few)
+
+    def here(k: NestBuilder) -> tuple[Value, Value, Value]:
+        """This position; which one has its row's slot; is that another one?"""
+        row, wanted = rows.row(k)
+        mine, first = k.index(k.linear(range(len(rows.shape)))).to(torch.int32), k.load(slot, [row], wanted)
+        return mine, first, first.ne(mine) if wanted is None else first.ne(mine) & wanted
+
+    def at(position: Value, if_: Value) -> Expr:
+        """Nothing is stored where that is false."""
+        return position.kernel.b.indirect(where(if_, position, few).id, few, wraps=False, skips=True)
+
+    def load(v: View, position: Value, if_: Value) -> Value:
+        """Its row there, or zero."""
+        return position.kernel.load(
+            v, [at(position, if_), *position.kernel.coords[-len(others) :][: len(v.shape) - 1]], if_
+        )
+
+    k = NestBuilder(cx, rows.shape)
+    k.store(slot, k.index(k.linear(range(len(rows.shape)))), [rows.row(k)[0]])
     k.finish()
-    sums = cx.temp("sums", (few + 1, *cx.shape[1:]), SUMMED_IN[cx.dtype])
-    fill(cx, sums, None)
-    k = NestBuilder(cx, shape)
-    (here, *others), value = term(k)
-    at = k.indirect(k.load(slot, [here]), few + 1)
-    k.b.store(sums.buffer, k.at(sums, [at, *others]), k.value(value, sums.dtype).id, "atomic")
+    k = NestBuilder(cx, rows.shape)
+    mine, first, other = here(k)
+    k.store(second, mine, [at(first, other)])
+    k.finish()
+    k = NestBuilder(cx, sums.shape)
+    found = k.load(second, k.coords[:1])
+    k.store(sums, load(new, found, found < few), [at(k.index(k.coords[0]).to(torch.int32), found < few), *k.coords[1:]])
+    k.finish()
+    k = NestBuilder(cx, [*rows.shape, *others])
+    mine, first, other = here(k)
+    third = other & load(second, first, other).ne(mine)
+    columns = k.coords[len(rows.shape) :]
+    value = k.load(new, [k.linear(range(len(rows.shape))), *columns], third)
+    k.b.store(sums.buffer, k.at(sums, [at(first, third), *columns]), k.value(value, sums.dtype).id, "atomic")
     k.finish()
 
-    return nest(cx, lambda k: k.load(sums, [k.indirect(k.load(slot, k.coords[:1]), few + 1), *k.coords[1:]]))
+    def total(k: NestBuilder) -> Value:
+        first = k.load(slot, k.coords[:1])
+        any_ = first < few
+        more = any_ & (load(second, first, any_) < few)
+        return load(new, first, any_).to(sums.dtype) + load(sums, first, more)
+
+    return nest(cx, total)
+
+
+def flat(cx: LoweringContext, v: View, dims: int) -> View:
+    """``v`` with its first ``dims`` dimensions, of more than one element, as one of a stride; or a copy."""
+    lead = [(n, m) for n, m in zip(v.shape[:dims], v.strides) if n != 1]
+    if lead[-1][1] == 0 or any(a[1] != b[0] * b[1] for a, b in itertools.pairwise(lead)):
+        return flat(cx, contiguous(cx, v), dims)
+    return replace(v, shape=(product(v.shape[:dims]), *v.shape[dims:]), strides=(lead[-1][1], *v.strides[dims:]))
 
 
 def scatter_add(cx: LoweringContext, x: View, dim: int, index: View, new: View) -> View:
