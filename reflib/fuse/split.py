@@ -245,12 +245,15 @@ def _step(loops: LoopNest, a: Axis) -> int:
 
 
 def reduces_columns(loops: LoopNest) -> bool:
-    """Do neighbouring results come from neighbouring columns? Then one GPU program computes COLUMNS of them."""
-    reduced = loops.reduced_vars
-    steps = [a.kind for s in loops.loads() for a in loops.axes if s.index.coefficient(a.var) == 1 and a.size != 1
-             if s.index.variables() & reduced]  # fmt: skip
+    """Do neighbouring results come from neighbouring columns, for most of what is read? Then one GPU program computes
+    COLUMNS of them."""
+    reduced, read = loops.reduced_vars, {"p": 0, "r": 0}
+    for s in loops.loads():
+        along = [a.kind for a in loops.axes if s.index.coefficient(a.var) == 1 and a.size != 1]
+        for kind in along if s.index.variables() & reduced else ():
+            read[kind] += product(v.size for v in s.index.variables()).hint()
     inner = [a.kind for a in loops.axes if a.size != 1][-1:]
-    return steps.count("p") > steps.count("r") if steps else inner == ["p"]
+    return read["p"] > read["r"] if any(read.values()) else inner == ["p"]
 
 
 def can_split(loops: LoopNest) -> bool:

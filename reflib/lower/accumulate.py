@@ -34,6 +34,7 @@ from .segment_sums import contiguous, segment_sums
 SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32} | {
     d: d for d in (torch.float32, torch.float64, torch.int32, torch.int64)
 }
+FEW, WAITING = 8, 64  # rows of the result, and as many that are added to each
 # What is added at one point of a loop nest: (coordinates in the result, value).
 Term = Callable[[NestBuilder], tuple[Sequence[IntLike], Scalar]]
 Sum = Callable[[LoweringContext, View | None, Sequence[IntLike], Term], View]  # ``accumulate``
@@ -41,13 +42,29 @@ Sum = Callable[[LoweringContext, View | None, Sequence[IntLike], Term], View]  #
 
 @dataclass(frozen=True)
 class Rows:
-    """Positions of ``shape`` that each name a row of the result: at a point of which they are the first dimensions,
-    ``row`` says which one, and whether anything is added (None: always). ``new``, of these dimensions and a row's, is
-    what is added."""
+    """Positions that each name a row of the result, ``index``; ``new``: what is added there, of these dimensions and a
+    row's. ``wraps``: negative ones count from the end; those of index ``skipped`` are not added."""
 
-    shape: Sequence[Expr]
-    row: Callable[[NestBuilder], tuple[Expr, Value | None]]
+    index: View
     new: View
+    wraps: bool = False
+    skipped: int = -1
+
+    @property
+    def shape(self) -> tuple[Expr, ...]:
+        return self.index.shape
+
+    def named(self, k: NestBuilder) -> tuple[Value, Value | None]:
+        """What a point's first dimensions name, and whether anything is added there (None: always)."""
+        index = k.load(self.index, k.coords[: len(self.shape)]).to(torch.int64)
+        return index, index.ne(self.skipped) if self.skipped >= 0 else None
+
+    def row(self, k: NestBuilder, rows: Expr) -> tuple[Expr, Value | None]:
+        """... as a place among ``rows``."""
+        index, wanted = self.named(k)
+        if wanted is None:
+            return k.indirect(index, rows, self.wraps), None
+        return k.b.indirect(where(wanted, index, rows).id, rows, wraps=False, skips=True), wanted
 
 
 # On a GPU eager's kernels of these are atomic additions: their order is open, with numerics="eager" too.
@@ -77,6 +94,8 @@ def accumulate(
     """``start`` (None: zeros) and the terms, one for each point of ``shape``. Unsupported where that cannot be."""
     dtype = check(cx)
     zeros = start is None or cx.low.uniform.get(start.buffer) == 0
+    if rows is not None and zeros and (few := cx.shape[0].constant) and _waiting(cx, rows, few):
+        return _by_comparing(cx, rows, few)
     if rows is not None and zeros and product(rows.shape) != 1 and _saved_by_slots(cx, rows, dtype) > 0:
         return _by_slots(cx, rows)
     if dtype == cx.dtype:
@@ -127,9 +146,8 @@ def put(cx: LoweringContext, x: View, indices: Sequence[View | None], values: An
         return named(k, x, indices, first, rank), k.load(values) if isinstance(values, View) else values
 
     if how is accumulate and len(used) == 1 and indices[0] is not None and isinstance(values, View):
-        by = used[0]
-        rows = Rows(by.shape, lambda k: (k.indirect(k.load(by, k.coords[:rank]), x.shape[0], True), None), values)
-        return accumulate(cx, x, shape, term, rows if list(values.shape) == shape else None)
+        rows = Rows(used[0], values, wraps=True) if list(values.shape) == shape else None
+        return accumulate(cx, x, shape, term, rows)
     return how(cx, x, shape, term)
 
 
@@ -174,9 +192,8 @@ def index_add(cx: LoweringContext, x: View, dim: int, index: View, new: View, *,
         at, value = place(k)
         return at, value if alpha == 1 else value * k.value(alpha, SUMMED_IN[cx.dtype])
 
-    rows = Rows(index.shape, lambda k: (k.indirect(k.load(index, k.coords[:1]), x.shape[0]), None), new)
     by_row = alpha == 1 and len(index.shape) == 1 and axis(dim, len(x.shape)) == 0
-    return accumulate(cx, x, new.shape, term, rows if by_row else None)
+    return accumulate(cx, x, new.shape, term, Rows(index, new) if by_row else None)
 
 
 def scattered(x: View, shape: Sequence[Expr], dim: int, index: View, new: View | float) -> Term:
@@ -200,25 +217,14 @@ def embedding_dense_backward(
     if scale_grad_by_freq:
         raise Unsupported("library call")
 
-    def row(k: NestBuilder) -> tuple[Value, Expr]:
-        index = k.load(indices, k.coords[: len(indices.shape)]).to(torch.int64)
-        return index, k.indirect(index, rows)
-
     def term(k: NestBuilder) -> tuple[Sequence[IntLike], Scalar]:
-        (index, at), value = row(k), k.load(grad)
-        return [at, k.coords[-1]], value if padding < 0 else where(index.ne(padding), value, 0)
+        index, value = k.load(indices, k.coords[: len(indices.shape)]).to(torch.int64), k.load(grad)
+        at = [k.indirect(index, rows), k.coords[-1]]
+        return at, value if padding < 0 else where(index.ne(padding), value, 0)
 
     if (out := segment_sums(cx, None, indices, grad, padding)) is not None:
         return out
-
-    def named(k: NestBuilder) -> tuple[Expr, Value | None]:
-        index, at = row(k)
-        if padding < 0:
-            return at, None
-        wanted = index.ne(padding)
-        return k.b.indirect(where(wanted, index, rows).id, rows, wraps=False, skips=True), wanted
-
-    return accumulate(cx, None, grad.shape, term, Rows(indices.shape, named, grad))
+    return accumulate(cx, None, grad.shape, term, Rows(indices, grad, skipped=padding))
 
 
 def _by_slots(cx: LoweringContext, rows: Rows) -> View:
@@ -238,7 +244,7 @@ def _by_slots(cx: LoweringContext, rows: Rows) -> View:
 
     def here(k: NestBuilder) -> tuple[Value, Value, Value]:
         """This position; which one has its row's slot; is that another one?"""
-        row, wanted = rows.row(k)
+        row, wanted = rows.row(k, cx.shape[0])
         mine, first = k.index(k.linear(range(len(rows.shape)))).to(torch.int32), k.load(slot, [row], wanted)
         return mine, first, first.ne(mine) if wanted is None else first.ne(mine) & wanted
 
@@ -253,7 +259,7 @@ def _by_slots(cx: LoweringContext, rows: Rows) -> View:
         )
 
     k = NestBuilder(cx, rows.shape)
-    k.store(slot, k.index(k.linear(range(len(rows.shape)))), [rows.row(k)[0]])
+    k.store(slot, k.index(k.linear(range(len(rows.shape)))), [rows.row(k, cx.shape[0])[0]])
     k.finish()
     k = NestBuilder(cx, rows.shape)
     mine, first, other = here(k)
@@ -278,6 +284,27 @@ def _by_slots(cx: LoweringContext, rows: Rows) -> View:
         return load(new, first, any_).to(sums.dtype) + load(sums, first, more)
 
     return nest(cx, total)
+
+
+def _waiting(cx: LoweringContext, rows: Rows, few: int) -> bool:
+    """Would additions to one of few places wait for each other?"""
+    many = product(rows.shape).hint() >= WAITING * few
+    return few <= FEW and many and not cx.low.options.assert_indirect_indexing
+
+
+def _by_comparing(cx: LoweringContext, rows: Rows, few: int) -> View:
+    """``accumulate`` of many rows into a few zeros: each is the sum of those that name it.
+
+    (Gradients of two token types: 8,192 atomic additions to each number would wait for each other.)"""
+    out, dims = cx.out(), len(rows.shape)
+    for which in range(few):
+        k = NestBuilder(cx, rows.new.shape, range(dims))
+        index, wanted = rows.named(k)
+        here = index.eq(which) | index.eq(which - few) if rows.wraps else index.eq(which)
+        new = where(here if wanted is None else here & wanted, k.load(rows.new).to(SUMMED_IN[cx.dtype]), 0)
+        k.store(out, k.reduce("sum", new), [which, *k.coords[dims:]])
+        k.finish()
+    return out
 
 
 def flat(cx: LoweringContext, v: View, dims: int) -> View:

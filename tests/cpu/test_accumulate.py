@@ -18,7 +18,6 @@ from reflib.ir.expr import Ref, Var, expr
 from reflib.ir.loops import Axis, Const, Indirect, Load, LoopNest, Op, Reduce, Store
 from reflib.ir.program import Buffer, Program, full_view
 from reflib.ir.verify import verify
-from reflib.lower import accumulate
 from reflib.lower.accumulate import SUMMED_IN
 from reflib.options import Options
 from reflib.pipeline import Stages
@@ -113,28 +112,6 @@ def test_random(make: Callable[[int], Any], seed: int) -> None:
     f = fused(fn, *args)
     assert not calls(f) and adding(f)
     assert not any(n.reduced for n in kernels(f))
-
-
-def _rows(seed: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Added to zeros, by ``index_put`` at whole rows of two dimensions, or by ``index_add``."""
-    r, rows, columns, n = _sizes(seed)
-    g, i = torch.randn(n, 2, columns), torch.randint(-rows, rows, (n, 2))
-    put = lambda g, i: aten.index_put(g.new_zeros(rows, columns), [i], g * 3, True)  # noqa: E731
-    add = lambda g, i: g.new_zeros(rows, 2, columns).index_add(0, i[:, 0] % rows, g * 3)  # noqa: E731
-    how = r.choice((put, add))
-    return lambda g, i: (how(g, i),), (g, i)
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("make", [_embedding, _rows])
-def test_rows_that_few_indices_name(make: Callable[[int], Any], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many rows are summed as there are indices, and the rest is zero."""
-    torch.manual_seed(seed)
-    fn, (g, i) = make(seed)
-    monkeypatch.setattr(accumulate, "LAUNCH", -(10**9))
-    f = fused(fn, g.bfloat16(), i, symbolic=bool(seed % 2) and i.numel() > 0)
-    (sums,) = (b for b in f.program.buffers.values() if b.name.endswith("sums"))
-    assert not calls(f) and [s.hint() for s in sums.shape] in ([i.numel() + 1, g.shape[-1]], [len(i) + 1, *g.shape[1:]])
 
 
 def test_sizes_that_vary() -> None:

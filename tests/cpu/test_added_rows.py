@@ -1,0 +1,111 @@
+"""Rows added into zeros: sums only where a row is named twice; of few rows each compared; columns told from rows."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fuse_cases import GPU, calls, check_same, kernels, lowered
+
+import reflib
+from reflib.fuse import fuse
+from reflib.ir.loops import Reduce
+from reflib.lower import accumulate
+from reflib.options import Options
+
+aten = torch.ops.aten
+Case = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def fused(fn: Callable[..., Any], *args: Any, symbolic: bool = False) -> Any:
+    """As a GPU's kernels; checked, before and after fusion, with the interpreter."""
+    o = Options(target="sm_90")
+    program = lowered(fn, args, symbolic, o)
+    f = fuse(program, o, GPU)
+    check_same(program, f, fn, args)
+    return f
+
+
+def atomic(f: Any) -> list[Any]:
+    return [n for n in kernels(f) if any(s.reduce == "atomic" for s in n.stores())]
+
+
+def _numbers(*shape: int) -> torch.Tensor:
+    """Of which eager's sums in half precision are exact."""
+    return torch.randint(-1, 2, shape).float()
+
+
+def _embedding(r: random.Random, rows: int, lead: tuple[int, ...], columns: int) -> Case:
+    padding = r.choice((-1, r.randrange(rows)))
+    index = torch.randint(0, rows, lead, dtype=r.choice((torch.int64, torch.int32)))
+    run = lambda g, i: (aten.embedding_dense_backward(g * 3, i, rows, padding, False),)  # noqa: E731
+    return run, (_numbers(*lead, columns), index)
+
+
+def _put(r: random.Random, rows: int, lead: tuple[int, ...], columns: int) -> Case:
+    g = _numbers(columns).expand(*lead, columns) if r.random() < 0.3 else _numbers(*lead, columns)
+    run = lambda g, i: (aten.index_put(g.new_zeros(rows, g.shape[-1]), [i], g, True) * 2,)  # noqa: E731
+    return run, (g, torch.randint(-rows, rows, lead))
+
+
+def _add(r: random.Random, rows: int, lead: tuple[int, ...], columns: int) -> Case:
+    index = torch.randint(0, rows, lead[:1], dtype=r.choice((torch.int64, torch.int32)))
+    if r.random() < 0.3:
+        return lambda g, i: (g.new_zeros(rows).index_add(0, i, g),), (_numbers(lead[0]), index)
+    run = lambda g, i: (g.new_zeros(rows, *g.shape[1:]).index_add(0, i, g * 2),)  # noqa: E731
+    return run, (_numbers(lead[0], 2, columns), index)
+
+
+def _case(make: Any, seed: int, rows: tuple[int, ...], leads: tuple[tuple[int, ...], ...]) -> Case:
+    torch.manual_seed(seed)
+    r = random.Random(f"{make.__name__} {seed}")
+    return make(r, r.choice(rows), r.choice(leads), r.randint(1, 7))
+
+
+@pytest.mark.each
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("make", [_embedding, _put, _add])
+def test_of_positions_that_name_a_row(
+    make: Any, seed: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is read where the result is made, the second begins the sum, others are added."""
+    fn, (g, i) = _case(make, seed, (3, 40, 90), ((7,), (3, 5), (40, 2), (2, 1, 6), (0, 3)))
+    monkeypatch.setattr(accumulate, "LAUNCH", -(10**9))
+    f = fused(fn, g.to(dtype), i, symbolic=bool(seed % 2) and i.numel() > 0)
+    (sums,) = (b for b in f.program.buffers.values() if b.name.endswith("sums"))
+    assert not calls(f) and sums.shape[0].hint() == i.numel() and len(atomic(f)) == 1
+
+
+def test_one_position_or_float32_is_added_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop over one has no axis whose places could be skipped."""
+    monkeypatch.setattr(accumulate, "LAUNCH", -(10**9))
+    fn, (g, i) = _put(random.Random(0), 40, (1, 1), 5)
+    assert not any(b.endswith("slot") for b in fused(fn, g.half(), i).program.buffers)
+    monkeypatch.setattr(accumulate, "LAUNCH", 0)
+    fn, (g, i) = _put(random.Random(0), 40, (9,), 5)
+    assert not any(b.endswith("slot") for b in fused(fn, g, i).program.buffers)
+
+
+@pytest.mark.each
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("make", [_embedding, _put, _add])
+def test_few_rows_are_sums_of_those_that_name_them(make: Any, seed: int, dtype: torch.dtype) -> None:
+    fn, (g, i) = _case(make, seed, (1, 2, 3, 8), ((700,), (512, 1), (600, 2)))
+    f = fused(fn, g.to(dtype), i, symbolic=bool(seed % 2))
+    assert not calls(f) and not atomic(f)
+
+
+def test_a_weight_per_row_leaves_columns_columns() -> None:
+    """What most is read of decides, not how many tensors: sums of columns are cut, and neighbours read together."""
+    x, w = torch.empty(8192, 768, dtype=torch.bfloat16), torch.empty(8192, 1, dtype=torch.bfloat16)
+    e = reflib.explain(lambda x, w: (x * w).sum(0), x, w, target="sm_90")
+    first = e.kernels[0]
+    assert len(e.kernels) == 2 and "XBLOCK: tl.constexpr = 64" in first.source
+    two = reflib.explain(
+        lambda g, i: aten.embedding_dense_backward(g, i, 2, -1, False), x, torch.zeros(8192).long(), target="sm_90"
+    )
+    big = [n for n in two.fused.nodes if isinstance(n.body, tuple) and sum(isinstance(s, Reduce) for s in n.body) == 2]
+    assert len(two.kernels) == 2 and len(big) == 1
