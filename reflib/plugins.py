@@ -218,7 +218,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "zeros": "wrap.zeros:zeros", "given_back": "wrap.checks:given_back",
         "outside": "wrap.checks:outside", "expect_sizes": "wrap.checks:expect_sizes",
         "check_nan": "wrap.bad_values:check_nan", "expect_own": "wrap.checks:expect_own",
-        "expect_count": "wrap.checks:expect_count",
+        "expect_count": "wrap.checks:expect_count", "as_promised": "wrap.checks:as_promised",
         "references": "wrap.steps:references", "UNSHARED": "wrap.steps:UNSHARED", "owned": "wrap.steps:owned",
     },
 }

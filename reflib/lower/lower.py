@@ -28,8 +28,7 @@ from .rules import CALLS, LIKE_EAGER, OUTPUTS, RULES, Unsupported, rule_of
 from .symbols import Symbols
 from .views import REINTERPRET, copying, is_view_op, view
 
-# Statements for the tracer alone: what they state is already in the sizes' ranges.
-_DROPPED = {
+_DROPPED = {  # statements for the tracer alone: what they state is already in the sizes' ranges
     torch.ops.aten.sym_constrain_range.default,
     torch.ops.aten.sym_constrain_range_for_size.default,
     torch.ops.aten._assert_tensor_metadata.default,
@@ -37,8 +36,9 @@ _DROPPED = {
 _DEVICES = ("cpu", "cuda")
 _NODE = re.compile(r"(^|_)op\d+$")  # what ``next_node`` makes
 RESERVED = frozenset(  # names in the printed wrapper (wrap/runtime.py, wrap/python.py), which no buffer may take
-    "args call torch alloc alloc_cpu alloc_cuda as_view expect expect_own expect_sizes flat check_nan threads outside "
-    "zeros expect_count int_max int_min device_guard current_stream stream given_back references UNSHARED owned".split()
+    "args call torch alloc alloc_cpu alloc_cuda as_view as_promised expect expect_own expect_sizes expect_count flat "
+    "check_nan threads outside zeros int_max int_min device_guard current_stream stream given_back references UNSHARED "
+    "owned".split()
 )
 EFFECTS = torch.ops.higher_order.with_effects
 RULES[EFFECTS] = with_effects

@@ -3,6 +3,7 @@ returns that was given memory for its results, or whose results are to have memo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,8 @@ def given_back(given: list[torch.Tensor], op: str) -> Callable[[Any], None]:
 
     def check(result: Any) -> None:
         returned = tree_leaves(result) if result is not None and result != () else given
+        if len(returned) != len(given):
+            raise ReflibError(f"{op} returned {len(returned)} tensors where it was given {len(given)} to write to")
         for i, (r, was) in enumerate(zip(returned, layouts)):
             if not isinstance(r, torch.Tensor) or _layout(r) != was:
                 raise ReflibError(
@@ -61,12 +64,17 @@ def _layout(t: torch.Tensor) -> tuple[Any, ...]:
 def call_in_python(p: PythonPrinter, step: Call) -> None:
     """The call as the core prints it, and a check of what it returns (plugs into ``wrap.STEPS``)."""
     x = step.extern
+    op = x.target if x.out is None else x.out[0]
     if x.out is not None and has_lists(x.out[1]):
         _call_with_lists(p, x, *x.out)
-        return
-    p._call(x)
+    else:
+        p._call(x)
+    if is_own(op) and op._schema.returns:
+        name, promised = p._bind(op), ", ".join(str(r.real_type) for r in op._schema.returns)
+        line = f"{name} = as_promised({name}, {str(op)!r}, {promised!r})"
+        p.header += [line] if line not in p.header else []
     if made := own_results(x):
-        if any("List" in str(r.type) for r in x.target._schema.returns):
+        if len(x.outputs) > 1 or any("List" in str(r.type) for r in op._schema.returns):
             first = next(i for i, line in enumerate(p.lines) if line.startswith(f"{p.pad}out_{x.name} = "))
             count = f"expect_count(out_{x.name}, {len(x.outputs)}, {str(x.target)!r})"
             p.lines.insert(first + 1, p.pad + count)
@@ -90,11 +98,43 @@ def _call_with_lists(p: PythonPrinter, x: Extern, op: Any, names: tuple[str, ...
 def own_results(x: Extern) -> list[str]:
     """Results of an op of the user's that share memory with nothing, as its schema says: ``plan`` relies on it."""
     op = x.target
-    if x.out is not None or not isinstance(op, torch._ops.OpOverload) or op.namespace in ("aten", "prims"):
+    if x.out is not None or not is_own(op):
         return []
     aliases = any(r.alias_info is not None for r in op._schema.returns)
     waits = "c10d" in op.namespace  # ``wait_tensor`` returns what it is given, and ``plan`` knows
     return [] if aliases or waits else [o for o in x.outputs if isinstance(o, str)]
+
+
+def is_own(op: Any) -> bool:
+    """Is it an op of the user's?"""
+    return isinstance(op, torch._ops.OpOverload) and op.namespace not in ("aten", "prims")
+
+
+def as_promised(call: Callable[..., Any], op: str, promised: str) -> Callable[..., Any]:
+    """``call``, but a ReflibError where PyTorch says, without the op's name, that what a Python function returned is
+    not of the types in the op's schema."""
+
+    def calling(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except (RuntimeError, TypeError) as e:
+            if not _UNLIKE_SCHEMA.match(str(e)) or _raised_in(e) != torch._ops.__file__:
+                raise
+            said = str(e).partition(" (#define")[0][:200]
+            raise ReflibError(f"{op} returned something else where its schema promised ({promised}): {said}") from e
+
+    return calling
+
+
+_UNLIKE_SCHEMA = re.compile(r"Unable to cast |Object of type .* is not an instance of 'sequence'")
+
+
+def _raised_in(e: BaseException) -> str:
+    """The file of the innermost Python function: what the op itself calls may fail with the same words."""
+    at = e.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return at.tb_frame.f_code.co_filename if at is not None else ""
 
 
 def expect_count(made: Sequence[Any], promised: int, op: str) -> None:

@@ -32,7 +32,8 @@ def mixed(x: Tensor) -> tuple[list[Tensor], Tensor]:
 def mixed_out(x: Tensor, *, out: list[Tensor], sums: Tensor) -> tuple[list[Tensor], Tensor]:
     for t, v in zip((*out, sums), (*mixed(x)[0], mixed(x)[1]), strict=True):
         t.copy_(v)
-    return ([out[0], out[0]] if BEHAVES["mode"] == "another" else out), sums
+    returned = {"another": [out[0], out[0]], "fewer": out[:1], "nothing": None, "half": [out[0], None]}
+    return returned.get(BEHAVES["mode"], out), sums
 
 
 def define(name: str, schema: str, fn: Any, fake: Any, **more: Any) -> None:
@@ -72,6 +73,12 @@ def apart(x: Tensor) -> Any:
 def of_both(x: Tensor) -> Any:
     (a, b), sums = OPS.mixed(x)
     return torch.cat([b, a], 0), sums
+
+
+def of_both_added(x: Tensor, to: Tensor) -> Any:
+    joined, sums = of_both(x)
+    to.add_(sums.sum())
+    return joined, sums
 
 
 def one(x: Tensor) -> Tensor:
@@ -134,6 +141,24 @@ def test_a_list_that_is_not_what_was_given(fn: Any, mode: str, op: str, wrapper:
         torch.testing.assert_close(compiled(X), fn(X))
 
 
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_an_out_variant_that_returns_no_such_list(wrapper: str) -> None:
+    compiled, held = reflib.compile(of_both_added, wrapper=wrapper), torch.zeros(())
+    said = {"fewer": "returned 2 tensors where it was given 3 to write to"}
+    with torch.no_grad():
+        compiled(X, held.clone())
+        for mode in ("fewer", "nothing", "half"):
+            BEHAVES["mode"] = mode
+            schema = r"returned something else where its schema promised \(List\[Tensor\], Tensor\): Unable to cast"
+            try:
+                with pytest.raises(reflib.ReflibError, match=rf"mixed\.many_out {said.get(mode, schema)}"):
+                    compiled(X, held)
+            finally:
+                BEHAVES["mode"] = "well"
+            assert held == 0  # nothing is overwritten
+        torch.testing.assert_close(compiled(X, held), of_both(X))
+
+
 def test_what_is_no_out_variant() -> None:
     """One that reads what it writes to, and one that takes other arguments, without the tag."""
 
@@ -177,3 +202,78 @@ def test_results_that_are_not_there(wrapper: str) -> None:
 
         with pytest.raises(reflib.ReflibError, match=rf"{name}\.default returned .* where its meta function promised"):
             reflib.compile(fn, wrapper=wrapper)(X)
+
+
+NO_LIST = {
+    "none": None, "a tensor": X + 1, "a number": 3, "text": "ab", "none in it": [X + 1, None],
+    "a list in it": [[X + 1]], "a number in it": [X + 1, 3], "nothing in it": [], "one": [X + 1],
+    "three": [X + 1, X + 2, X + 3],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_what_is_no_such_list(wrapper: str) -> None:
+    """The error names the op and what was promised."""
+    given: list[Any] = [[X + 1, X + 2]]
+    name = f"out_lists_of_{wrapper}::two"
+
+    @torch.library.custom_op(name, mutates_args=())
+    def two(x: Tensor) -> list[Tensor]:
+        return given[0]
+
+    two.register_fake(lambda x: [torch.empty_like(x), torch.empty_like(x)])
+
+    def fn(x: Tensor, to: Tensor) -> Tensor:
+        a, b = two(x)
+        to.add_(a)
+        return a * b
+
+    compiled, held = reflib.compile(fn, wrapper=wrapper), torch.zeros_like(X)
+    with torch.no_grad():
+        compiled(X, X.clone())
+        for what, given[0] in NO_LIST.items():
+            count = what in ("nothing in it", "one", "three")
+            said = r"\d tensors where its meta function promised 2"
+            unlike = r"something else where its schema promised \(List\[Tensor\]\): Unable to cast"
+            with pytest.raises(reflib.ReflibError, match=rf"two\.default returned {said if count else unlike}"):
+                compiled(X, held)
+            assert not held.any()  # nothing is overwritten
+
+
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_what_is_no_pair(wrapper: str) -> None:
+    given: list[Any] = [(X + 1, X + 2)]
+    lib = torch.library.Library(f"out_lists_pair_{wrapper}", "FRAGMENT")
+    lib.define("pair(Tensor x) -> (Tensor, Tensor)")
+    lib.impl("pair", lambda x: given[0], "CPU")
+    torch.library.register_fake(f"{lib.ns}::pair", lambda x: (torch.empty_like(x), torch.empty_like(x)), lib=lib)
+    op = getattr(torch.ops, lib.ns).pair
+
+    def fn(x: Tensor) -> Tensor:
+        a, b = op(x)
+        return a * b
+
+    compiled = reflib.compile(fn, wrapper=wrapper)
+    with torch.no_grad():
+        compiled(X)
+        for given[0] in (None, 3, "ab", (X.clone(), 3)):
+            unlike = r"pair\.default returned something else where its schema promised \(Tensor, Tensor\): "
+            with pytest.raises(reflib.ReflibError, match=unlike):
+                compiled(X)
+        given[0] = [X.clone()]
+        with pytest.raises(reflib.ReflibError, match=r"pair\.default returned 1 tensors where its meta .* promised 2"):
+            compiled(X)
+
+
+def test_an_error_of_the_op_itself_is_passed_on() -> None:
+    """With the same words."""
+    lib = torch.library.Library("out_lists_own_error", "FRAGMENT")
+    lib.define("fails(Tensor x) -> Tensor[]")
+
+    def fails(x: Tensor) -> Any:
+        raise RuntimeError("Unable to cast a spell")
+
+    lib.impl("fails", fails, "CPU")
+    torch.library.register_fake(f"{lib.ns}::fails", lambda x: [torch.empty_like(x)], lib=lib)
+    with pytest.raises(RuntimeError, match=r"^Unable to cast a spell"):
+        reflib.compile(lambda x: torch.ops.out_lists_own_error.fails(x)[0] * 2)(X)
