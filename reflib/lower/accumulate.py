@@ -35,6 +35,7 @@ SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32} | {
     d: d for d in (torch.float32, torch.float64, torch.int32, torch.int64)
 }
 FEW, WAITING = 8, 64  # rows of the result, and as many that are added to each
+CROWD, COPIES = 512, 4 << 20  # additions to one place, on average; bytes
 # What is added at one point of a loop nest: (coordinates in the result, value).
 Term = Callable[[NestBuilder], tuple[Sequence[IntLike], Scalar]]
 Sum = Callable[[LoweringContext, View | None, Sequence[IntLike], Term], View]  # ``accumulate``
@@ -98,6 +99,8 @@ def accumulate(
         return _by_comparing(cx, rows, few)
     if rows is not None and zeros and product(rows.shape) != 1 and _saved_by_slots(cx, rows, dtype) > 0:
         return _by_slots(cx, rows)
+    if rows is not None and (copies := _copies(cx, rows, dtype)) > 1:
+        return _in_copies(cx, start, shape, term, len(rows.shape), copies)
     if dtype == cx.dtype:
         return add(cx, cx.out(), start, shape, term)
     sums = add(cx, summing(cx, "sums", dtype), start, shape, term)
@@ -304,6 +307,34 @@ def _by_comparing(cx: LoweringContext, rows: Rows, few: int) -> View:
         new = where(here if wanted is None else here & wanted, k.load(rows.new).to(SUMMED_IN[cx.dtype]), 0)
         k.store(out, k.reduce("sum", new), [which, *k.coords[dims:]])
         k.finish()
+    return out
+
+
+def _copies(cx: LoweringContext, rows: Rows, dtype: torch.dtype) -> int:
+    """Sums beside each other, of which each gets a part of the positions: so many that few wait; 1 where it is few."""
+    each = product(rows.shape).hint() // max(1, cx.shape[0].hint())
+    most = COPIES // max(1, product(cx.shape).hint() * dtype.itemsize)
+    return max(1, min(each // WAITING, most)) if each >= CROWD else 1
+
+
+def _in_copies(
+    cx: LoweringContext, start: View | None, shape: Sequence[IntLike], term: Term, dims: int, copies: int
+) -> View:
+    """``accumulate`` where many points add to one place: into ``copies`` of the result, by a position's number (of its
+    first ``dims`` coordinates), which are added up then.
+
+    (270,400 pairs of positions have 32 relative ones: their gradients took 3 ms, 15 ns for each that waits.)"""
+    sums = cx.temp("copies", (copies, *cx.shape), SUMMED_IN[cx.dtype])
+
+    def beside(k: NestBuilder) -> tuple[Sequence[IntLike], Scalar]:
+        at, value = term(k)
+        return [k.linear(range(dims)) % copies, *at], value
+
+    add(cx, sums, None, shape, beside)
+    k, out = NestBuilder(cx, sums.shape, (0,)), cx.out()
+    total = k.reduce("sum", k.load(sums))
+    k.store(out, total if start is None else total + k.load(start, k.coords[1:]).to(sums.dtype), k.coords[1:])
+    k.finish()
     return out
 
 

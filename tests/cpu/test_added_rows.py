@@ -98,6 +98,17 @@ def test_few_rows_are_sums_of_those_that_name_them(make: Any, seed: int, dtype: 
     assert not calls(f) and not atomic(f)
 
 
+@pytest.mark.each
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("make", [_embedding, _put, _add])
+def test_where_many_add_to_one_place_they_do_it_in_copies(make: Any, seed: int, dtype: torch.dtype) -> None:
+    fn, (g, i) = _case(make, seed, (9, 12), ((6_300,), (6_200, 1), (6_300, 2)))
+    f = fused(lambda g, i: (fn(g, i)[0] + 1,), g.to(dtype), i, symbolic=bool(seed % 2))
+    (copies,) = (b for b in f.program.buffers.values() if b.name.endswith("copies"))
+    assert not calls(f) and len(atomic(f)) == 1 and 8 <= copies.shape[0].hint() <= 22
+
+
 def test_a_weight_per_row_leaves_columns_columns() -> None:
     """What most is read of decides, not how many tensors: sums of columns are cut, and neighbours read together."""
     x, w = torch.empty(8192, 768, dtype=torch.bfloat16), torch.empty(8192, 1, dtype=torch.bfloat16)
