@@ -89,7 +89,7 @@ def test_one_position_or_float32_is_added_as_it_is(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.each
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int64])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("make", [_embedding, _put, _add])
 def test_few_rows_are_sums_of_those_that_name_them(make: Any, seed: int, dtype: torch.dtype) -> None:
@@ -99,7 +99,7 @@ def test_few_rows_are_sums_of_those_that_name_them(make: Any, seed: int, dtype: 
 
 
 @pytest.mark.each
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int64])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("make", [_embedding, _put, _add])
 def test_where_many_add_to_one_place_they_do_it_in_copies(make: Any, seed: int, dtype: torch.dtype) -> None:

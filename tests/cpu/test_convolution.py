@@ -91,7 +91,7 @@ def test_calls_that_stay() -> None:
     assert not biased(x, full, b)
     assert biased(x, full, b, options=Options(target="cpu"))
     assert biased(x, ints(rng, 8, 1, 3, 3), ints(rng, 8), groups=4)
-    assert not biased(x.contiguous(memory_format=torch.channels_last), single, b, groups=4)
+    assert not biased(x.contiguous(memory_format=torch.channels_last), single, b, groups=4)  # (3 x 3)
     wide = ints(rng, 4, 1, 6, 6).float()
     assert not biased(x.float(), wide, b.float(), groups=4)
     program = program_of(lambda x, w: torch.nn.functional.conv2d(x, w), x, full)
@@ -100,13 +100,15 @@ def test_calls_that_stay() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_depthwise_windows_are_loops(seed: int) -> None:
-    """Of all but channels-last tensors: one loop nest with eager's results, which fuses with what follows."""
+    """Of all but channels-last images under square odd windows: one loop nest with eager's results, which fuses with what follows."""
     rng = random.Random(seed)
     dims, c, dtype = rng.choice([1, 2]), rng.randrange(2, 7), rng.choice([HALF, torch.float16, torch.float32])
     x = ints(rng, rng.choice([1, 2]), c, *(rng.randint(7, 12) for _ in range(dims)), dtype=dtype)
     w = ints(rng, c, 1, *(rng.randrange(1, 5) for _ in range(dims)), dtype=dtype)
     how = [[rng.randrange(least, 3) for _ in range(dims)] for least in (1, 0, 1)]
     b = rng.choice([None, ints(rng, c, dtype=dtype)])
+    if dims == 2 and seed % 2 and w.shape[2:] != (3, 3) and w[0].numel() * w.element_size() <= 32:
+        x = x.contiguous(memory_format=torch.channels_last)
     given = (x, w) if b is None else (x, w, b)
 
     def fn(*given):
@@ -120,7 +122,7 @@ def test_depthwise_windows_are_loops(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_depthwise_gradients_are_loops(seed: int) -> None:
-    """Of sequences in any order, and of images that are not channels-last: all three, but for strides and many taps."""
+    """Of sequences in any order, and of images but for cuDNN's windows of channels-last ones: all three, of few taps."""
     rng = random.Random(seed)
     dims, c, dtype = rng.choice([1, 1, 2]), rng.randrange(2, 7), rng.choice([HALF, torch.float16, torch.float32])
     sizes = [rng.randint(7, 12) for _ in range(dims)]
@@ -128,6 +130,8 @@ def test_depthwise_gradients_are_loops(seed: int) -> None:
     w = ints(rng, c, 1, *(rng.randrange(1, 5) for _ in range(dims)), dtype=dtype)
     if dims == 1 and rng.random() < 0.7:
         x = x.mT.contiguous().mT
+    if dims == 2 and rng.random() < 0.5 and w.shape[2:] != (3, 3) and w[0].numel() * w.element_size() <= 32:
+        x = x.contiguous(memory_format=torch.channels_last)
     how = [[1] * dims, *([rng.randrange(least, 3) for _ in range(dims)] for least in (0, 1)), False, [0] * dims, c]
     if seed % 4 == 3:
         how[0] = [2] * dims
@@ -138,8 +142,7 @@ def test_depthwise_gradients_are_loops(seed: int) -> None:
         return [t.relu() for t in aten.convolution_backward(g, x, w, [c], *how, mask) if t is not None]
 
     program = program_of(fn, g, x, w)
-    many = w[0].numel() > 9
-    assert bool(calls(program)) == (many or how[0][0] != 1 and mask[0])
+    assert not calls(program)
     for got, want in zip(interpret(program, [g, x, w]), fn(g.double(), x.double(), w.double())):
         torch.testing.assert_close(got, want.to(dtype), rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-4)
 
