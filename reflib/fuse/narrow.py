@@ -22,6 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..ir.expr import Atom, Expr, IntLike, Ref, expr
 from ..ir.loops import BodyBuilder, Const, Index, Indirect, Load, LoopNest, Op, Stmt, Store, map_stmt, stmt_args
 from ..ir.program import Node, Program
 from ..ir.transforms import needed, select
@@ -114,23 +115,42 @@ def _stored(loops: LoopNest, stored: Ranges) -> Ranges:
 
 
 def _decided(loops: LoopNest, stored: Ranges) -> LoopNest:
-    """Without comparisons of integers that have one answer, and limits that are never reached."""
-    if not any(isinstance(s, Op) and (s.op in SIGNS or s.op in LIMITS) for s in loops.body):
+    """Without comparisons of integers that have one answer, limits that are never reached, and positions that are made
+    of coordinates alone: these are in the index."""
+    if not any(isinstance(s, Indirect) or isinstance(s, Op) and s.op in {*SIGNS, *LIMITS} for s in loops.body):
         return loops
     ranges, b = bounds(loops.body, stored, loops.rnumel), BodyBuilder()
     ids: dict[int, int] = {}
+    places: dict[Atom, IntLike] = {}
     for i, s in enumerate(loops.body):
-        new = map_stmt(s, ids)
+        new = map_stmt(s, ids, places)
         pair = [ranges[a] for a in s.args] if isinstance(s, Op) and len(s.args) == 2 else []
         signs = _signs(*pair) if len(pair) == 2 and not is_float(loops.body, s.args[0]) else None  # type: ignore
         if signs is not None and s.op in SIGNS and (signs <= {*SIGNS[s.op]} or not signs & {*SIGNS[s.op]}):  # type: ignore
             ids[i] = b.const(signs <= {*SIGNS[s.op]}, torch.bool)  # type: ignore[union-attr]
         elif signs is not None and s.op in LIMITS and not {-1, 1} <= signs:  # type: ignore[union-attr]
             ids[i] = new.args[(1 in signs) == (s.op == "minimum")]  # type: ignore[union-attr]
+        elif isinstance(s, Indirect) and _inside(ranges[s.arg], s) and (at := _place(b.body, ids[s.arg])) is not None:
+            places[Ref(i, s.size)], ids[i] = at, ids[s.arg]
         else:
             known = folded(b, new)
             ids[i] = b.add(new) if known is None else known
     return replace(loops, body=_live(b.body))
+
+
+def _place(body: Sequence[Stmt], i: int) -> Expr | None:
+    """The value as an index: a coordinate, or what is added to it."""
+    s = body[i]
+    if isinstance(s, Index):
+        return s.expr
+    if isinstance(s, Const) and isinstance(s.value, int) and not isinstance(s.value, bool):
+        return expr(s.value)
+    if not isinstance(s, Op) or s.op not in ("cast", "add", "sub") or s.dtype not in (torch.int32, torch.int64):
+        return None
+    parts = [_place(body, a) for a in s.args]
+    if any(p is None for p in parts):
+        return None
+    return parts[0] if s.op == "cast" else parts[0] + parts[1] if s.op == "add" else parts[0] - parts[1]  # type: ignore
 
 
 def _live(body: Sequence[Stmt]) -> tuple[Stmt, ...]:

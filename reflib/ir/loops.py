@@ -233,11 +233,11 @@ def stmt_args(s: Stmt) -> tuple[int, ...]:
 
 
 def map_stmt(s: Stmt, ids: Mapping[int, int], env: Mapping[Atom, IntLike] | None = None) -> Stmt:
-    """``s`` with value positions renamed by ``ids`` and atoms replaced by ``env`` (Refs follow ``ids``)."""
+    """``s`` with value positions renamed by ``ids`` and atoms replaced by ``env`` (other Refs follow ``ids``)."""
     full: dict[Atom, IntLike] = dict(env or {})
     for e in stmt_exprs(s):
         for a in e.atoms():
-            if isinstance(a, Ref):
+            if isinstance(a, Ref) and a not in full:
                 full[a] = expr(Ref(ids[a.id], a.size.subs(env or {})))
     if isinstance(s, Load):
         return replace(s, index=s.index.subs(full), mask=None if s.mask is None else ids[s.mask])

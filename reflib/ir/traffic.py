@@ -20,7 +20,7 @@ Sizes known at run time only count by their hints: this chooses, and proves noth
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from math import prod
+from math import inf, prod
 
 from .expr import BinOp, Expr, Ref, Sym, Var, expr
 from .loops import Axis, Indirect, Load, LoopNest, Stmt, Store, stmt_args, stmt_exprs
@@ -157,21 +157,46 @@ def cheapest_last(axes: Sequence[Axis], moved: Sequence[Access], rows: Sequence[
     return next(order for order, c in zip(orders, costs) if c <= (CLOSE_ROWS if rows else CLOSE) * min(costs))
 
 
-def tile_sides(loops: LoopNest, order: Sequence[Axis], moved: Sequence[Access]) -> tuple[Axis, Axis] | None:
+Sides = tuple[Sequence[Axis], Sequence[Axis]]  # (x, y), each from its outermost axis on
+
+
+def tile_sides(loops: LoopNest, order: Sequence[Axis], moved: Sequence[Access]) -> Sides | None:
     """(x, y) when accesses, each with both, are contiguous in two different axes, both long enough, and a tile of these
-    touches clearly fewer sectors than ``order``; else None."""
-    sides = {a: [m.index for m in moved if _rows_along(a, m.index)] for a in loops.axes if a.size.hint() >= MIN_TILE}
-    pairs = [p for p in combinations(sides, 2) if all(any(i.has(b.var) for i in sides[a]) for a, b in (p, p[::-1]))]
+    touches clearly fewer sectors than ``order``; else None. Short axes that follow each other may be a side."""
+    sides = {a: [m for m in moved if _rows_along(a, m.index)] for a in loops.axes if a.size.hint() >= MIN_TILE}
+    pairs = [p for p in combinations(sides, 2) if all(any(m.varies(b.var) for m in sides[a]) for a, b in (p, p[::-1]))]
     tiles = {pair: cost(moved, {a.var: min(TILE, a.size.hint()) for a in pair}) for pair in pairs}
     best = min(tiles, key=lambda pair: tiles[pair], default=None)
     if best is None or tiles[best] > WORTH * cost_of_order(moved, order):
-        return None
+        return _folded_sides(loops, order, moved)
     # x is the side that the first store is contiguous in
     first = next((s.index for s in loops.stores() if any(_rows_along(a, s.index) for a in best)), None)
-    return best if first is None or _rows_along(best[0], first) else (best[1], best[0])
+    x, y = best if first is None or _rows_along(best[0], first) else best[::-1]
+    return [x], [y]
 
 
-def rows_looked_up(order: Sequence[Axis], moved: Sequence[Access]) -> tuple[Axis, Axis] | None:
+def _folded_sides(loops: LoopNest, order: Sequence[Axis], moved: Sequence[Access]) -> Sides | None:
+    """x: the axes that a store steps through first; y: those that a load does, of the others. (Pixels that become
+    channels, windows of an image, heads: there no axis is long.)"""
+    stores, loads = ([m for m in moved if m.store == kind and not m.loaded] for kind in (True, False))
+    pairs = [(x, _first(m.index, [a for a in loops.parallel if a not in x]))
+             for x in [_first(m.index, loops.parallel) for m in stores[:1]] for m in loads]  # fmt: skip
+    tiles = [(cost(moved, neighbours(x, TILE) | neighbours(y, TILE)), x, y) for x, y in pairs if x and y]
+    least, x, y = min(tiles, key=lambda t: t[0], default=(inf, [], []))
+    return (x, y) if least <= WORTH * cost_of_order(moved, order) else None
+
+
+def _first(index: Expr, axes: Sequence[Axis]) -> list[Axis]:
+    """The axes of the smallest steps, outermost first: a side's points, or none."""
+    steps = [(abs(c.hint()), a) for a in axes if (c := index.coefficient(a.var)) is not None and c != 0]
+    side: list[Axis] = []
+    for _, a in sorted(steps, key=lambda s: s[0]):
+        if prod(b.size.hint() for b in side) < WARP:
+            side.insert(0, a)
+    return side if prod(a.size.hint() for a in side) >= MIN_TILE else []
+
+
+def rows_looked_up(order: Sequence[Axis], moved: Sequence[Access]) -> Sides | None:
     """(x, y) when rows, contiguous in the innermost axis x, are looked up, or added to, at values that vary with y and
     not with x. Triton sees neighbours where a block has one position per row: it moves pieces of 16 bytes then."""
     *outer, x = order
@@ -179,7 +204,7 @@ def rows_looked_up(order: Sequence[Axis], moved: Sequence[Access]) -> tuple[Axis
     rows = [a for a in looked_up if not any(e.has(x.var) for e in a.loaded)]
     many = [a for a in outer if a.size.hint() >= MIN_TILE]
     picks = [y for y in many if any(e.has(y.var) for a in rows for e in a.loaded)]
-    return (x, picks[-1]) if picks and (x.size.constant or 1) % PIECE == 0 else None
+    return ([x], picks[-1:]) if picks and (x.size.constant or 1) % PIECE == 0 else None
 
 
 def _rows_along(a: Axis, index: Expr) -> bool:

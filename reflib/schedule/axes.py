@@ -74,8 +74,8 @@ def _layout(loops: LoopNest, buffers: Mapping[str, Buffer], tile: bool) -> Space
     if sides is None:
         return _linear(loops, "1d", x=parallel)
     x, y = sides
-    rest = [a for a in loops.parallel if a not in (x, y)]
-    return _linear(loops, "tile", x=[x], y=[y], z=cheapest_last(rest, moved))
+    rest = [a for a in loops.parallel if a not in (*x, *y)]
+    return _linear(loops, "tile", x=x, y=y, z=cheapest_last(rest, moved))
 
 
 def _one_empty_axis(loops: LoopNest) -> LoopNest:
