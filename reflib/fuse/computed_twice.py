@@ -85,11 +85,11 @@ def stays_stored(writer: Node, name: str, program: Program, options: Options) ->
     """Is ``name`` computed for a reduction of long rows in any case, and storing it cheaper than to do so again?"""
     if not isinstance(writer, LoopNest) or not writer.reduced or writer.rnumel.hint() <= options.persistent_limit:
         return False
-    stores = [i for i, s in enumerate(writer.body) if isinstance(s, Store) and s.buffer == name]
+    values = [s.value for s in writer.stores() if s.buffer == name]
     level = varying(writer.body, writer.reduced_vars)
-    makes = needed(writer.body, stores, level.__getitem__)
-    first = needed(writer.body, (i for i, s in enumerate(writer.body) if isinstance(s, Reduce)))
-    if not all(writer.body[i].value in first for i in stores):  # type: ignore[union-attr]
+    makes = needed(writer.body, values, level.__getitem__)
+    reduced = needed(writer.body, (i for i, s in enumerate(writer.body) if isinstance(s, Reduce)))
+    if not set(values) <= set(reduced):
         return False
     return sum(_weight(writer.body[i]) for i in makes if level[i]) > PER_BYTE * program.buffers[name].dtype.itemsize
 
