@@ -144,6 +144,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "scatters": "fuse.scatters:scatter_rule",
         "ways": "fuse.pieces:ways_rule",
         "transposed": "fuse.row_order:transposed_rule",
+        "twice": "fuse.computed_twice:twice_rule",
     },
     "fuse.APART": {"apart": "fuse.places:apart"},
     "fuse.EMIT": {"template": "fuse.templates:emit_template"},

@@ -229,7 +229,7 @@ def _masked(c: Cluster, name: str) -> bool:
 def _written_last(a: Cluster, b: Cluster, m: Mapping, names: set[str]) -> bool:
     """Are ``names`` stored in the last round over the row? Joins the bodies, but is needed rarely."""
     sides = ((a, m.env_a), (b, m.env_b))
-    parts = [(p, loops, _compose(old, loops, env)) for x, env in sides for p, loops, old in x.parts]
+    parts = [(p, loops, compose(old, loops, env)) for x, env in sides for p, loops, old in x.parts]
     body = join([(loops, env) for _, loops, env in sorted(parts, key=lambda t: t[0])])
     rounds, level = phases(body, most=True), varying(body, {x.var for x in m.axes if x.kind == "r"})
     last = max(n for n, inside in zip(rounds, level, strict=True) if inside)
@@ -316,7 +316,7 @@ def merge(a: Cluster, b: Cluster, found: Merged, c: FusionContext) -> Cluster:
     overwritten = set(read_before_write(a, b))
     for side, env in ((a, m.env_a), (b, m.env_b)):
         if env:
-            side.parts = [(p, loops, _compose(old, loops, env)) for p, loops, old in side.parts]
+            side.parts = [(p, loops, compose(old, loops, env)) for p, loops, old in side.parts]
             side.reads = {n: {i.subs(env): p for i, p in t.items()} for n, t in side.reads.items()}
             side.writes = {n: {i.subs(env): p for i, p in t.items()} for n, t in side.writes.items()}
     big, small = (a, b) if a.ops >= b.ops else (b, a)
@@ -335,7 +335,7 @@ def merge(a: Cluster, b: Cluster, found: Merged, c: FusionContext) -> Cluster:
     return big
 
 
-def _compose(old: Env, loops: LoopNest, env: Env) -> Env:
+def compose(old: Env, loops: LoopNest, env: Env) -> Env:
     """First ``old``, then ``env``."""
     out: Env = {}
     for axis in loops.axes:

@@ -27,6 +27,7 @@ from ..ir.transforms import eliminate_dead, needed, select, varying
 from ..lower.context import contiguous_strides
 from ..options import Options
 from ..target import Target
+from .computed_twice import stays_stored
 from .dependencies import Dependencies, dependencies, used_buffers
 from .inline_loads import EXPENSIVE, MAX_BODY
 from .places import LAUNCH
@@ -52,7 +53,8 @@ def recompute(fused: Fused, options: Options, target: Target) -> Fused:
     for position, node in enumerate(nodes):
         if not isinstance(node, LoopNest):
             continue
-        read = [b for b in node.reads() if b in program.buffers]
+        makers = {b: nodes[w[0]] for b in node.reads() if len(w := depends.writers.get(b, [])) == 1}
+        read = [b for b, maker in makers.items() if not stays_stored(maker, b, program, options)]
         for name in sorted(read, key=lambda b: -program.buffers[b].dtype.itemsize):
             if (new := _without_load(program, depends, nodes, position, name, buffers)) is not None:
                 nodes[position] = new
