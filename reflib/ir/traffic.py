@@ -176,12 +176,16 @@ def tile_sides(loops: LoopNest, order: Sequence[Axis], moved: Sequence[Access]) 
 
 
 def _folded_sides(loops: LoopNest, order: Sequence[Axis], moved: Sequence[Access]) -> Sides | None:
-    """x: the axes that a store steps through first; y: those that a load does, of the others. (Pixels that become
+    """x: the axes that a store steps through first; y: those that a load does, mostly others. (Pixels that become
     channels, windows of an image, heads: there no axis is long.)"""
-    stores, loads = ([m for m in moved if m.store == kind and not m.loaded] for kind in (True, False))
-    pairs = [(x, _first(m.index, [a for a in loops.parallel if a not in x]))
-             for x in [_first(m.index, loops.parallel) for m in stores[:1]] for m in loads]  # fmt: skip
-    tiles = [(cost(moved, neighbours(x, TILE) | neighbours(y, TILE)), x, y) for x, y in pairs if x and y]
+    stores, loads = ([m.index for m in moved if m.store == kind and not m.loaded] for kind in (True, False))
+    tiles: list[tuple[float, list[Axis], list[Axis]]] = []
+    x = _first(stores[0], loops.parallel) if stores else []
+    for index in loads:
+        y = _first(index, [a for a in loops.parallel if a not in x])
+        shared = prod(a.size.hint() for a in _first(index, loops.parallel) if a in x)
+        if x and y and shared < MIN_TILE:
+            tiles.append((cost(moved, neighbours(x, TILE) | neighbours(y, TILE)), x, y))
     least, x, y = min(tiles, key=lambda t: t[0], default=(inf, [], []))
     return (x, y) if least <= WORTH * cost_of_order(moved, order) else None
 
@@ -191,7 +195,7 @@ def _first(index: Expr, axes: Sequence[Axis]) -> list[Axis]:
     steps = [(abs(c.hint()), a) for a in axes if (c := index.coefficient(a.var)) is not None and c != 0]
     side: list[Axis] = []
     for _, a in sorted(steps, key=lambda s: s[0]):
-        if prod(b.size.hint() for b in side) < WARP:
+        if 2 * prod(b.size.hint() for b in side) < TILE:
             side.insert(0, a)
     return side if prod(a.size.hint() for a in side) >= MIN_TILE else []
 

@@ -36,7 +36,7 @@ SHAPES = Seam("schedule.SHAPES")
 # (Config, traffic, Target) -> Config, where memory is not read in order: rows that are not aligned, strides.
 ADJUST = Seam("schedule.ADJUST")
 READ_BYTES = 16  # the widest access of one thread
-SPARE = 0.25  # of a tile's side, masked off
+SPARE, SIDES = 0.25, (32, 64, 128, 256)  # of a tile's side, masked off; sides that may be masked off less
 ROW_BYTES = 64  # of a row, in flight per thread
 
 
@@ -144,15 +144,17 @@ def _pointwise(main: Traffic, traffic: list[Traffic], target: Target) -> Config:
 
 def _tile(t: Traffic, target: Target) -> Config:
     """64 x 32 points and 8 warps, transposed through shared memory: pieces of 256 and 128 bytes of float32. Of narrower
-    elements 64 x 64, if these fill the chip. Where a side is shorter, the other one is longer; so where 64 points would
-    be masked off too often (of 96 columns, a quarter)."""
+    elements 64 x 64, if these fill the chip. Where a side is shorter, the other one is longer. Where 64 points would be
+    masked off too often (of 96 or 200 columns), x is as long as leaves fewest, each piece being a sector more."""
     s = t.space
     assert s.y is not None
     wide, high = _pow2(s.x.size.hint()), _pow2(s.y.size.hint())
     square = t.width < 4 and min(wide, high) >= 64 and t.part.numel.hint() >= 4 * 4096 * target.units
-    side = next(n for n in (64, 32, 16) if n == 16 or -s.x.size.hint() % n <= SPARE * s.x.size.hint())
-    y = min((4096 if square else 2048) // min(side, wide), high)
-    x = min(2048 // y if y < 32 else side, wide)
+    size, side = s.x.size.hint(), min(64, wide)
+    if -size % side > SPARE * size:
+        side = min(SIDES, key=lambda n: (-(-size // n) * (n + SECTOR // t.width), -n))
+    y = min((4096 if square else 2048) // side, high)
+    x = min(2048 // y if y < 32 and side <= 64 else side, wide)
     return Config("none", xblock=x, num_warps=max(1, min(8, x * y // 256)), extras=(("yblock", y),))
 
 

@@ -122,7 +122,7 @@ def test_depthwise_windows_are_loops(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_depthwise_gradients_are_loops(seed: int) -> None:
-    """Of sequences in any order, and of images but for cuDNN's windows of channels-last ones: all three, of few taps."""
+    """Of sequences in any order, of images but for cuDNN's windows of channels-last ones: all three, of few taps."""
     rng = random.Random(seed)
     dims, c, dtype = rng.choice([1, 1, 2]), rng.randrange(2, 7), rng.choice([HALF, torch.float16, torch.float32])
     sizes = [rng.randint(7, 12) for _ in range(dims)]

@@ -2,6 +2,7 @@
 Clamped numbers are indices that need no check."""
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -97,3 +98,12 @@ def test_an_index_that_a_clamp_leaves_outside_is_checked() -> None:
 
     assert not checks(0, 99.99) and not checks(-0.5, 99)
     assert checks(0, 100) and checks(-1, 99) and checks(0, float("inf"))
+
+
+def test_positions_made_of_coordinates_are_in_the_index() -> None:
+    """Of a padding's gradient, which torch writes as reads at tensors of positions."""
+    x = torch.randn(2, 5, 24, 36).contiguous(memory_format=torch.channels_last).requires_grad_()
+    e = reflib.explain(lambda x: torch.nn.functional.pad(x, (1, 2, 3, 1), mode="reflect"), x, target="sm_90").backward
+    (kernel,) = {k.name.removesuffix("_fallback"): k for k in e.kernels}.values()
+    first = next(line for line in kernel.source.splitlines() if "tl.load(" in line)
+    assert not re.search(r"\bv\d+\b", first.split("=", 1)[1])

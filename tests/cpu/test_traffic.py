@@ -207,3 +207,29 @@ def test_small_tables_are_looked_up_in_the_order_of_what_is_stored(seed: int) ->
     x = torch.empty(n, size, size, c).permute(0, 3, 1, 2)
     *_, (space, _, _) = spaces(lambda x: F.interpolate(x, (256, 256), mode="bilinear").contiguous(), x)
     assert all(s.index.coefficient(space.x) == 1 for s in space.stores)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_short_axes_are_a_tiles_side_together(seed: int) -> None:
+    """Pixels that become channels, windows of an image, heads: read along one long axis, stored along short ones."""
+    rng = random.Random(seed)
+    n, p, c = rng.randrange(20, 40), rng.choice([6, 7]), rng.choice([64, 96, 128])
+    image = torch.empty(n, 8 * p, 8 * p, c, dtype=torch.bfloat16)
+    (space, _, _), *_ = spaces(
+        lambda x: x.view(n, 8, p, 8, p, c).permute(0, 1, 3, 5, 2, 4).reshape(-1, c, p * p), image
+    )
+    assert space.mode == "tile" and {space.x.size.hint(), space.y.size.hint()} == {p * p, c}  # type: ignore[union-attr]
+    pixels = torch.empty(n, c, 64, 48, dtype=torch.bfloat16)
+    unshuffled = lambda x: F.pixel_unshuffle(x, 2).contiguous(memory_format=torch.channels_last)  # noqa: E731
+    (space, _, _), *_ = spaces(unshuffled, pixels)
+    assert space.mode == "tile" and space.x.size == 4 * c
+
+
+@pytest.mark.parametrize(
+    ("columns", "dtype", "side"),
+    [(72, torch.bfloat16, 128), (200, torch.bfloat16, 256), (96, torch.float32, 32), (768, torch.bfloat16, 64)],
+)
+def test_a_tiles_side_leaves_few_columns_masked_off(columns: int, dtype: torch.dtype, side: int) -> None:
+    table, index = torch.empty(40_000, columns, dtype=dtype), torch.zeros(200_000, dtype=torch.int64)
+    (space, config, _), *_ = spaces(lambda t, i: t[i] * 2, table, index)
+    assert space.mode == "tile" and config.xblock == side  # type: ignore[attr-defined]
