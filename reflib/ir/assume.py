@@ -7,8 +7,7 @@ INT32_LIMIT = 2**31 - 2**17  # a program's block may reach past the end, and tha
 
 
 def limit_facts(sizes: list[Expr]) -> tuple[Assume, ...] | None:
-    """The facts by which each of ``sizes`` fits 32-bit indices, without those that can be proved; None when one does
-    not fit."""
+    """The facts by which ``sizes`` fit 32-bit indices, without those that are proved; None when one does not fit."""
     open_: list[Expr] = []
     for e in dict.fromkeys(sizes):
         top = max_value(e)

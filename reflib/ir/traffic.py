@@ -38,6 +38,7 @@ TILE = 64  # points of a side
 MIN_TILE = 8  # a shorter side costs less read out of order than tiled
 PIECE = 8  # elements, of 16 bits, that a thread moves at once
 WORTH = 0.8  # of the sectors: what is left must pay for going through shared memory
+Sides = tuple[Sequence[Axis], Sequence[Axis]]  # (x, y), each from its outermost axis on
 _FAR = 1 << 40  # elements: the step of an index that is itself loaded
 
 
@@ -157,9 +158,6 @@ def cheapest_last(axes: Sequence[Axis], moved: Sequence[Access], rows: Sequence[
     return next(order for order, c in zip(orders, costs) if c <= (CLOSE_ROWS if rows else CLOSE) * min(costs))
 
 
-Sides = tuple[Sequence[Axis], Sequence[Axis]]  # (x, y), each from its outermost axis on
-
-
 def tile_sides(loops: LoopNest, order: Sequence[Axis], moved: Sequence[Access]) -> Sides | None:
     """(x, y) when accesses, each with both, are contiguous in two different axes, both long enough, and a tile of these
     touches clearly fewer sectors than ``order``; else None. Short axes that follow each other may be a side."""
@@ -179,15 +177,12 @@ def _folded_sides(loops: LoopNest, order: Sequence[Axis], moved: Sequence[Access
     """x: the axes that a store steps through first; y: those that a load does, mostly others. (Pixels that become
     channels, windows of an image, heads: there no axis is long.)"""
     stores, loads = ([m.index for m in moved if m.store == kind and not m.loaded] for kind in (True, False))
-    tiles: list[tuple[float, list[Axis], list[Axis]]] = []
     x = _first(stores[0], loops.parallel) if stores else []
-    for index in loads:
-        y = _first(index, [a for a in loops.parallel if a not in x])
-        shared = prod(a.size.hint() for a in _first(index, loops.parallel) if a in x)
-        if x and y and shared < MIN_TILE:
-            tiles.append((cost(moved, neighbours(x, TILE) | neighbours(y, TILE)), x, y))
-    least, x, y = min(tiles, key=lambda t: t[0], default=(inf, [], []))
-    return (x, y) if least <= WORTH * cost_of_order(moved, order) else None
+    across = (i for i in loads if prod(a.size.hint() for a in _first(i, loops.parallel) if a in x) < MIN_TILE)
+    sides = [y for i in across if (y := _first(i, [a for a in loops.parallel if a not in x])) and x]
+    costs = [cost(moved, neighbours(x, TILE) | neighbours(y, TILE)) for y in sides]
+    least = min(costs, default=inf)
+    return (x, sides[costs.index(least)]) if least <= WORTH * cost_of_order(moved, order) else None
 
 
 def _first(index: Expr, axes: Sequence[Axis]) -> list[Axis]:
@@ -195,8 +190,7 @@ def _first(index: Expr, axes: Sequence[Axis]) -> list[Axis]:
     steps = [(abs(c.hint()), a) for a in axes if (c := index.coefficient(a.var)) is not None and c != 0]
     side: list[Axis] = []
     for _, a in sorted(steps, key=lambda s: s[0]):
-        if 2 * prod(b.size.hint() for b in side) < TILE:
-            side.insert(0, a)
+        side = side if 2 * prod(b.size.hint() for b in side) >= TILE else [a, *side]
     return side if prod(a.size.hint() for a in side) >= MIN_TILE else []
 
 

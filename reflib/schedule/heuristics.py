@@ -30,8 +30,7 @@ from ..seams import Seam
 from ..target import Target
 from .axes import Space, layout
 
-# (traffic of each part, Target, Options, general) -> (Config, what it assumes), of kernels of a shape of their own, or
-# None.
+# (traffic per part, Target, Options, general) -> (Config, what it assumes), or None: kernels of a shape of their own.
 SHAPES = Seam("schedule.SHAPES")
 # (Config, traffic, Target) -> Config, where memory is not read in order: rows that are not aligned, strides.
 ADJUST = Seam("schedule.ADJUST")
@@ -49,12 +48,9 @@ def choose_configs(
     traffic = [Traffic(p, buffers, layout(p, buffers)) for p in parts]
     main = max(traffic, key=lambda t: t.space.x.size.hint())
     config, row_facts = _config(main, traffic, target, options)
-    facts = _index_facts(traffic, buffers)
-    if facts is None:
+    if (facts := _index_facts(traffic, buffers)) is None:
         config = replace(config, index="int64")
-    else:
-        row_facts += facts
-    row_facts += _aligned(parts, buffers)
+    row_facts += (facts or ()) + _aligned(parts, buffers)
     if multiples := _multiples(traffic):
         row_facts += tuple(Assume("divisible", expr(s), 16) for s in multiples)
         divisible = ("divisible", tuple(s.name for s in multiples))

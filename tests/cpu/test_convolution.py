@@ -100,7 +100,7 @@ def test_calls_that_stay() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_depthwise_windows_are_loops(seed: int) -> None:
-    """Of all but channels-last images under square odd windows: one loop nest with eager's results, which fuses with what follows."""
+    """Of all but channels-last images under squares: a loop nest with eager's results; it fuses with what follows."""
     rng = random.Random(seed)
     dims, c, dtype = rng.choice([1, 2]), rng.randrange(2, 7), rng.choice([HALF, torch.float16, torch.float32])
     x = ints(rng, rng.choice([1, 2]), c, *(rng.randint(7, 12) for _ in range(dims)), dtype=dtype)
