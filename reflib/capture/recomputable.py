@@ -41,6 +41,14 @@ WINDOWS = tuple(  # kernels of ours, which compute what they read
     for n in (2, 3)
 )
 SAME = (aten.view, aten.expand, aten.unsqueeze, aten.squeeze, aten.permute, aten.alias, *VIEWS)
+CHOSEN = (  # of which each result is one of the operands, perhaps with another sign
+    *SAME, aten.where, aten.masked_fill, aten.maximum, aten.minimum, aten.clamp, aten.clamp_min, aten.clamp_max,
+    aten.relu, aten.neg, aten.abs, aten.full, aten.full_like, aten.scalar_tensor, aten.arange,
+)  # fmt: skip
+COUNTED = (  # of integers and bools
+    aten.add, aten.sub, aten.mul, aten.lt, aten.le, aten.gt, aten.ge, aten.eq, aten.ne, aten.logical_not,
+    aten.logical_and, aten.logical_or, aten.bitwise_not, aten.bitwise_and, aten.bitwise_or,
+)  # fmt: skip
 EXTREMES = (aten.amax, aten.amin, aten.max, aten.min)
 FEW = 4  # tensors of a concatenation
 
@@ -71,30 +79,42 @@ def _biased(node: torch.fx.Node) -> bool:
 
 
 def _met(node: torch.fx.Node) -> bool:
-    """Is it, or a view of it, compared for equality with its own maximum or minimum? What is an input is
-    the same wherever it is widened for that."""
-    if _widened(node):
-        return False
+    """Is it, or a view of it, compared for equality with its own maximum or minimum? What inputs are chosen for is the
+    same wherever it is computed."""
     seen, todo = {node}, [node]
     for each in todo:
         for user in each.users:
             if user.target is aten.eq.Tensor and any(_extreme(a) for a in user.args):
-                return True
+                return not _exact(node)
             if get_aten_target(user) in SAME and user not in seen:
                 seen.add(user)
                 todo.append(user)
     return False
 
 
-def _widened(node: torch.fx.Node) -> bool:
-    """Is it an input, or a view of one, in a wider dtype?"""
-    source: Any = node.args[0] if node.target is aten._to_copy.default else None
-    while isinstance(source, torch.fx.Node) and get_aten_target(source) in SAME:
-        source = source.args[0]
-    if not isinstance(source, torch.fx.Node) or source.op != "placeholder":
+def _exact(node: torch.fx.Node) -> bool:
+    """Does nothing that inputs go through on the way to it round them?"""
+    seen, todo = {node}, [node]
+    for n in todo:
+        if n.op == "placeholder":
+            continue
+        value, target = n.meta.get("val"), get_aten_target(n)
+        whole = isinstance(value, torch.Tensor) and not value.dtype.is_floating_point
+        exact = target in CHOSEN or target in COUNTED and whole or _widens(n)
+        if not exact:
+            return False
+        more = [a for a in n.all_input_nodes if a not in seen]
+        seen.update(more)
+        todo += more
+    return True
+
+
+def _widens(node: torch.fx.Node) -> bool:
+    """A cast of which each value is one of the new dtype as well."""
+    if node.target is not aten._to_copy.default:
         return False
-    before, after = source.meta["val"].dtype, node.meta["val"].dtype
-    return before.is_floating_point and torch.promote_types(before, after) == after
+    before, after = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]
+    return before == after or before.is_floating_point and torch.promote_types(before, after) == after
 
 
 def _extreme(value: Any) -> bool:
