@@ -97,6 +97,22 @@ def test_depthwise_sequences(taps: int, padding: int, dtype: torch.dtype) -> Non
     assert len(convolutions) == 2 * (taps * dtype.itemsize > SECTOR), "each lane would read several sectors of weights"
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize(("window", "stride"), [((4, 4), 2), ((1, 7), 1), ((2, 2), 2), ((3, 2), (2, 1))])
+def test_depthwise_windows_of_channels_last_images(
+    window: tuple[int, int], stride: int | tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Of which cuDNN's only kernel is slow: loops, gradients too, where a lane's weights are one sector."""
+    x = torch.randn(3, 40, 33, 29, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last)
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(F.gelu(x), w, None, stride, (1, 0), 1, 40).sin()
+
+    compiled = Compiled(fn)
+    check(fn, compiled, x, torch.randn(40, 1, *window, device="cuda", dtype=dtype), backward=True)
+    assert bool(compiled.externs) == (window[0] * window[1] * dtype.itemsize > SECTOR)
+
+
 NETS = {"grouped": (grouped, (4, 64, 28, 28)), "audio": (audio, (2, 80, 1000))}
 
 
