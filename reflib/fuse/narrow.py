@@ -122,6 +122,8 @@ def _decided(loops: LoopNest, stored: Ranges) -> LoopNest:
     ranges, b = bounds(loops.body, stored, loops.rnumel), BodyBuilder()
     ids: dict[int, int] = {}
     places: dict[Atom, IntLike] = {}
+    # where several points may store to one place, as a Ref says
+    kept = {a for s in loops.stores() if not s.reduce for a in s.index.atoms()}
     for i, s in enumerate(loops.body):
         new = map_stmt(s, ids, places)
         pair = [ranges[a] for a in s.args] if isinstance(s, Op) and len(s.args) == 2 else []
@@ -130,12 +132,20 @@ def _decided(loops: LoopNest, stored: Ranges) -> LoopNest:
             ids[i] = b.const(signs <= {*SIGNS[s.op]}, torch.bool)  # type: ignore[union-attr]
         elif signs is not None and s.op in LIMITS and not {-1, 1} <= signs:  # type: ignore[union-attr]
             ids[i] = new.args[(1 in signs) == (s.op == "minimum")]  # type: ignore[union-attr]
-        elif isinstance(s, Indirect) and _inside(ranges[s.arg], s) and (at := _place(b.body, ids[s.arg])) is not None:
+        elif (
+            isinstance(s, Indirect)
+            and (at := _known_place(s, ranges, b, ids)) is not None
+            and Ref(i, s.size) not in kept
+        ):
             places[Ref(i, s.size)], ids[i] = at, ids[s.arg]
         else:
             known = folded(b, new)
             ids[i] = b.add(new) if known is None else known
     return replace(loops, body=_live(b.body))
+
+
+def _known_place(s: Indirect, ranges: Sequence[Range], b: BodyBuilder, ids: Mapping[int, int]) -> Expr | None:
+    return _place(b.body, ids[s.arg]) if _inside(ranges[s.arg], s) else None
 
 
 def _place(body: Sequence[Stmt], i: int) -> Expr | None:

@@ -249,7 +249,7 @@ def _by_slots(cx: LoweringContext, rows: Rows) -> View:
     def here(k: NestBuilder) -> tuple[Value, Value, Value]:
         """This position; which one has its row's slot; is that another one?"""
         row, wanted = rows.row(k, cx.shape[0])
-        mine, first = k.index(k.linear(range(len(rows.shape)))).to(torch.int32), k.load(slot, [row], wanted)
+        mine, first = k.index(k.linear(range(len(rows.shape)))).to(torch.int32), k.load(slot, [row], wanted, 2**31 - 1)
         return mine, first, first.ne(mine) if wanted is None else first.ne(mine) & wanted
 
     def at(position: Value, if_: Value) -> Expr:
@@ -342,7 +342,8 @@ def _in_copies(
 def flat(cx: LoweringContext, v: View, dims: int) -> View:
     """``v`` with its first ``dims`` dimensions, of more than one element, as one of a stride; or a copy."""
     lead = [(n, m) for n, m in zip(v.shape[:dims], v.strides) if n != 1]
-    if lead[-1][1] == 0 or any(a[1] != b[0] * b[1] for a, b in itertools.pairwise(lead)):
+    apart = lead[-1][1] == 0 or any(a[1] != b[0] * b[1] for a, b in itertools.pairwise(lead))
+    if apart and product(v.shape) != 0:
         return flat(cx, contiguous(cx, v), dims)
     return replace(v, shape=(product(v.shape[:dims]), *v.shape[dims:]), strides=(lead[-1][1], *v.strides[dims:]))
 

@@ -149,7 +149,7 @@ def _tile(t: Traffic, target: Target) -> Config:
     size, side = s.x.size.hint(), min(64, wide)
     if -size % side > SPARE * size:
         side = min(SIDES, key=lambda n: (-(-size // n) * (n + SECTOR // t.width), -n))
-    y = min((4096 if square else 2048) // side, high)
+    y = min((4096 if square else 2048) // min(side, wide), high)
     x = min(2048 // y if y < 32 and side <= 64 else side, wide)
     return Config("none", xblock=x, num_warps=max(1, min(8, x * y // 256)), extras=(("yblock", y),))
 
