@@ -132,20 +132,14 @@ def _decided(loops: LoopNest, stored: Ranges) -> LoopNest:
             ids[i] = b.const(signs <= {*SIGNS[s.op]}, torch.bool)  # type: ignore[union-attr]
         elif signs is not None and s.op in LIMITS and not {-1, 1} <= signs:  # type: ignore[union-attr]
             ids[i] = new.args[(1 in signs) == (s.op == "minimum")]  # type: ignore[union-attr]
-        elif (
-            isinstance(s, Indirect)
-            and (at := _known_place(s, ranges, b, ids)) is not None
-            and Ref(i, s.size) not in kept
-        ):
-            places[Ref(i, s.size)], ids[i] = at, ids[s.arg]
+        elif isinstance(s, Indirect) and Ref(i, s.size) not in kept and _inside(ranges[s.arg], s):
+            at = _place(b.body, ids[s.arg])
+            ids[i] = b.add(new) if at is None else ids[s.arg]
+            places |= {} if at is None else {Ref(i, s.size): at}
         else:
             known = folded(b, new)
             ids[i] = b.add(new) if known is None else known
     return replace(loops, body=_live(b.body))
-
-
-def _known_place(s: Indirect, ranges: Sequence[Range], b: BodyBuilder, ids: Mapping[int, int]) -> Expr | None:
-    return _place(b.body, ids[s.arg]) if _inside(ranges[s.arg], s) else None
 
 
 def _place(body: Sequence[Stmt], i: int) -> Expr | None:

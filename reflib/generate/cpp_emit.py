@@ -464,6 +464,7 @@ class Emitter:
         return text.operation(s, tuple(names), dtype)
 
     def _indirect(self, i: int, s: Indirect) -> None:
+        assert not s.skips, "lowered so for GPUs alone"
         self.w.checks += 1
         size = text.index(s.size)
         arg = self._name(s.arg)

@@ -27,9 +27,10 @@ A ``scan`` has a value at each point of a single r axis: what a ``reduce`` of th
 * ``%i`` is the position of the statement in the body (static single assignment; stores have no value).
 * An index is linear: the offset *in elements* from the buffer's start, strides already multiplied in.
 * ``load ... if %j else c``: reads only where %j is true; the value is ``c`` elsewhere.
-* ``indirect``: adds ``size`` where the value is negative. Then 0 <= value < size holds; anything else is an error
-  (CPU: IndexOutOfRange; GPU: the access is masked off). It appears in expressions as ``Ref(i, size)``. ``unchecked``:
-  0 <= value < size is known. (%j may be an int32.) ``checked`` may be the text of an assertion, which a GPU makes then.
+* ``indirect``: adds ``size`` where the value is negative. Then 0 <= value < size holds; all else is an error (CPU:
+  IndexOutOfRange; GPU: the access is masked off), or means that nothing is stored there and no value loaded matters
+  (``skips``). It appears in expressions as ``Ref(i, size)``. ``unchecked``: 0 <= value < size is known. (%j may be an
+  int32.) ``checked`` may be the text of an assertion, which a GPU makes then.
 * ``store b[e] += %j``: per index e the sum of %j over all points with that index, parallel ones included. ``b`` has
   more rows than one, and e counts from the start of each: the sum of column e is divided among the rows as the
   generator likes (one row per program), so only the sum of all rows has a meaning. Nothing else touches these columns.
@@ -103,7 +104,7 @@ class Indirect:
     size: Expr
     checked: bool | str = True
     wraps: bool = True  # whether negative ones count from the end
-    skips: bool = False  # outside, nothing is stored there, and no value loaded matters; else that is an error
+    skips: bool = False
     dtype: ClassVar[torch.dtype] = torch.int64
 
 

@@ -98,7 +98,7 @@ def accumulate(
     zeros = start is None or cx.low.uniform.get(start.buffer) == 0
     if rows is not None and zeros and (few := cx.shape[0].constant) and _waiting(cx, rows, few):
         return _by_comparing(cx, rows, few)
-    if rows is not None and zeros and product(rows.shape) != 1 and _saved_by_slots(cx, rows, dtype) > 0:
+    if rows is not None and zeros and _saved_by_slots(cx, rows, dtype) > 0:
         return _by_slots(cx, rows)
     if rows is not None and (copies := _copies(cx, rows, dtype)) > 1:
         return _in_copies(cx, start, shape, term, len(rows.shape), copies)
@@ -110,7 +110,9 @@ def accumulate(
 
 def _saved_by_slots(cx: LoweringContext, rows: Rows, dtype: torch.dtype) -> int:
     """Bytes that ``_by_slots`` need not move, less three launches: a sum of each element, unless that is the result;
-    what is added is read twice."""
+    what is added is read twice. None for one row: a dimension of size 1 has no places that could be skipped."""
+    if 1 in (cx.shape[0].constant, product(rows.shape).constant):
+        return 0
     all_, added = (product((n, *cx.shape[1:])).hint() for n in (cx.shape[0], product(rows.shape)))
     return (2 * all_ * dtype.itemsize if dtype != cx.dtype else 0) - 2 * added * cx.dtype.itemsize - 2 * LAUNCH
 
@@ -216,9 +218,10 @@ def scattered(x: View, shape: Sequence[Expr], dim: int, index: View, new: View |
 
 @rule("embedding_dense_backward")
 def embedding_dense_backward(
-    cx: LoweringContext, grad: View, indices: View, rows: Any, padding: int, scale_grad_by_freq: bool
+    cx: LoweringContext, grad: View, indices: View, rows: Any, padding_idx: Any, scale_grad_by_freq: bool
 ) -> View:
-    if scale_grad_by_freq:
+    padding = expr(padding_idx).constant
+    if scale_grad_by_freq or padding is None:
         raise Unsupported("library call")
 
     def term(k: NestBuilder) -> tuple[Sequence[IntLike], Scalar]:
@@ -313,9 +316,10 @@ def _by_comparing(cx: LoweringContext, rows: Rows, few: int) -> View:
 
 def _copies(cx: LoweringContext, rows: Rows, dtype: torch.dtype) -> int:
     """Sums beside each other, of which each gets a part of the positions: so many that few wait; 1 where it is few."""
-    each = product(rows.shape).hint() // max(1, cx.shape[0].hint())
-    most = COPIES // max(1, product(cx.shape).hint() * dtype.itemsize)
-    return max(1, min(each // WAITING, most)) if each >= CROWD else 1
+    each, size = product(rows.shape).hint() // max(1, cx.shape[0].hint()), product(cx.shape).constant
+    if each < CROWD or not size:  # (of a size that varies, copies might be many times too large)
+        return 1
+    return max(1, min(each // WAITING, COPIES // (size * dtype.itemsize)))
 
 
 def _in_copies(

@@ -10,7 +10,8 @@ from fuse_cases import GPU, calls, check_same, kernels, lowered
 
 import reflib
 from reflib.fuse import fuse
-from reflib.ir.loops import Reduce
+from reflib.ir.expr import Ref
+from reflib.ir.loops import Load, LoopNest, Reduce
 from reflib.lower import accumulate
 from reflib.options import Options
 
@@ -71,11 +72,35 @@ def test_of_positions_that_name_a_row(
     make: Any, seed: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first is read where the result is made, the second begins the sum, others are added."""
-    fn, (g, i) = _case(make, seed, (3, 40, 90), ((7,), (3, 5), (40, 2), (2, 1, 6), (0, 3)))
+    fn, (g, i) = _case(make, seed, (3, 40, 90), ((7,), (3, 5), (40, 2), (2, 1, 6), (3, 0)))
     monkeypatch.setattr(accumulate, "LAUNCH", -(10**9))
     f = fused(fn, g.to(dtype), i, symbolic=bool(seed % 2) and i.numel() > 0)
     (sums,) = (b for b in f.program.buffers.values() if b.name.endswith("sums"))
     assert not calls(f) and sums.shape[0].hint() == i.numel() and len(atomic(f)) == 1
+
+
+def test_a_position_out_of_range_is_added_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that look up which position came first."""
+    monkeypatch.setattr(accumulate, "LAUNCH", -(10**9))
+    fn, (g, i) = _put(random.Random(1), 40, (9,), 5)
+    bodies = [n.body for n in kernels(fused(fn, g.half(), i))]
+    looked_up = [s for b in bodies for s in b if isinstance(s, Load) and s.buffer.endswith("slot") and s.index.atoms()]
+    assert {s.other for s in looked_up if s.mask is not None} <= {2**31 - 1}
+
+
+def test_stores_at_positions_that_are_known_stay_scatters() -> None:
+    """Several points may store there: that is what a position that is no coordinate says."""
+    e = reflib.explain(
+        lambda x, g: x.index_put((torch.arange(4)[:, None] + torch.arange(4),), g), torch.randn(40, 3),
+        torch.randn(4, 4, 3), target="sm_90", verify=True,
+    )  # fmt: skip
+    assert any(
+        isinstance(a, Ref)
+        for n in e.graphs[0].fused.program.nodes
+        if isinstance(n, LoopNest)
+        for s in n.stores()
+        for a in s.index.atoms()
+    )
 
 
 def test_one_position_or_float32_is_added_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +129,7 @@ def test_few_rows_are_sums_of_those_that_name_them(make: Any, seed: int, dtype: 
 @pytest.mark.parametrize("make", [_embedding, _put, _add])
 def test_where_many_add_to_one_place_they_do_it_in_copies(make: Any, seed: int, dtype: torch.dtype) -> None:
     fn, (g, i) = _case(make, seed, (9, 12), ((6_300,), (6_200, 1), (6_300, 2)))
-    f = fused(lambda g, i: (fn(g, i)[0] + 1,), g.to(dtype), i, symbolic=bool(seed % 2))
+    f = fused(lambda g, i: (fn(g, i)[0] + 1,), g.to(dtype), i)
     (copies,) = (b for b in f.program.buffers.values() if b.name.endswith("copies"))
     assert not calls(f) and len(atomic(f)) == 1 and 8 <= copies.shape[0].hint() <= 22
 
