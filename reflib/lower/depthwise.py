@@ -10,9 +10,9 @@ input and with what follows, and so do its gradients::
 Not of images in channels-last order by square windows of 3, 5 or 7, for which cuDNN has kernels. (A 5 x 5 blur of 4
 channels in float32, 81 MB: 332 us by ATen's kernel on an H200, 209 by cuDNN's with two copies to NHWC.) Its kernel of
 all others is slow. (A 4 x 4 blur of 64 channels with stride 2, 40 MB in bf16: 84 us by ATen's kernel, 482 by cuDNN's of
-NHWC, and 524 for its gradient.) Sequences are windows in any order: ATen copies
-those that are not contiguous ("avoid accidentally going through NHWC for permuted 3d input", Convolution.cpp), and then
-takes its own kernel. (4 taps of a Mamba layer in bf16: 31 us for the copy, 51 for the kernel.)
+NHWC, and 524 for its gradient.) Sequences are windows in any order: ATen copies those that are not contiguous ("avoid
+accidentally going through NHWC for permuted 3d input", Convolution.cpp), and then takes its own kernel. (4 taps of a
+Mamba layer in bf16: 31 us for the copy, 51 for the kernel.)
 """
 
 import itertools

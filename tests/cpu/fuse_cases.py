@@ -41,6 +41,20 @@ def fused(fn, args, target=GPU, symbolic=False, run_on=(), **options):
     return f
 
 
+def gpu_fused(fn, *args, symbolic=False, **options):
+    """``fused``, lowered for a GPU too."""
+    o = Options(target="sm_90", **options)
+    program = lowered(fn, args, symbolic, o)
+    f = fuse(program, o, GPU)
+    check_same(program, f, fn, args)
+    return f
+
+
+def atomic(f):
+    """The kernels that add atomically."""
+    return [n for n in kernels(f) if any(s.reduce == "atomic" for s in n.stores())]
+
+
 def check_same(program, f, fn, args):
     verify(f.program)
     members = [m for g in f.groups for m in g.members]

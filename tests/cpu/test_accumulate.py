@@ -9,35 +9,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fuse_cases import GPU, calls, check_same, kernels, lowered
+from fuse_cases import atomic as adding
+from fuse_cases import calls, kernels
+from fuse_cases import gpu_fused as fused
 
 import reflib
 from reflib.errors import VerifyError
-from reflib.fuse import fuse
 from reflib.ir.expr import Ref, Var, expr
 from reflib.ir.loops import Axis, Const, Indirect, Load, LoopNest, Op, Reduce, Store
 from reflib.ir.program import Buffer, Program, full_view
 from reflib.ir.verify import verify
 from reflib.lower.accumulate import SUMMED_IN
-from reflib.options import Options
 from reflib.pipeline import Stages
 from tests.semantics import Compiled, compare
 
 aten = torch.ops.aten
 I64, BF16, F32 = torch.int64, torch.bfloat16, torch.float32
-
-
-def fused(fn: Callable[..., Any], *args: Any, symbolic: bool = False, **options: Any) -> Any:
-    """As a GPU's kernels; checked, before and after fusion, with the interpreter."""
-    o = Options(target="sm_90", **options)
-    program = lowered(fn, args, symbolic, o)
-    f = fuse(program, o, GPU)
-    check_same(program, f, fn, args)
-    return f
-
-
-def adding(f: Any) -> list[LoopNest]:
-    return [n for n in kernels(f) if any(s.reduce == "atomic" for s in n.stores())]
 
 
 @contextmanager

@@ -6,30 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from fuse_cases import GPU, calls, check_same, kernels, lowered
+from fuse_cases import atomic, calls, kernels
+from fuse_cases import gpu_fused as fused
 
 import reflib
-from reflib.fuse import fuse
 from reflib.ir.expr import Ref
 from reflib.ir.loops import Load, LoopNest, Reduce
 from reflib.lower import accumulate
-from reflib.options import Options
 
 aten = torch.ops.aten
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
-
-
-def fused(fn: Callable[..., Any], *args: Any, symbolic: bool = False) -> Any:
-    """As a GPU's kernels; checked, before and after fusion, with the interpreter."""
-    o = Options(target="sm_90")
-    program = lowered(fn, args, symbolic, o)
-    f = fuse(program, o, GPU)
-    check_same(program, f, fn, args)
-    return f
-
-
-def atomic(f: Any) -> list[Any]:
-    return [n for n in kernels(f) if any(s.reduce == "atomic" for s in n.stores())]
 
 
 def _numbers(*shape: int) -> torch.Tensor:
