@@ -103,6 +103,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "scans": "lower.scans",
         "search": "lower.search",
         "sorts": "lower.sorts",
+        "strided": "lower.strided",
         "user_kernels": "lower.user_kernels",
         "more_pointwise": "lower.more_pointwise",
         "more_reductions": "lower.more_reductions",

@@ -205,6 +205,7 @@ def wrong(actual: Outcome, eager: Outcome, reference: Outcome | None = None) -> 
         text = str(actual.error).partition("\n")[0][:300]
         return [f"raised {type(actual.error).__name__}: {text}"]
     out: list[str] = []
+    coarse = max((FLOOR.get(t.dtype, 0.0) for t in eager.inputs if isinstance(t, torch.Tensor)), default=0.0)
     if actual.structure != eager.structure:
         return [f"returned {actual.structure}, eager {eager.structure}"]
     if actual.aliases != eager.aliases:
@@ -218,12 +219,13 @@ def wrong(actual: Outcome, eager: Outcome, reference: Outcome | None = None) -> 
             continue
         name = {"leaves": "output", "inputs": "input", "grads": "gradient"}[what]
         for i, (g, w, r) in enumerate(zip(got, want, wide)):
-            out += [f"{name} {i}: {p}" for p in wrong_leaf(g, w, r, strict=what != "grads")]
+            out += [f"{name} {i}: {p}" for p in wrong_leaf(g, w, r, what != "grads", coarse)]
     return out
 
 
-def wrong_leaf(got: Any, want: Any, wide: Any = None, strict: bool = True) -> list[str]:
-    """What is wrong with one value. ``strict``: strides count (a gradient may be laid out as it likes)."""
+def wrong_leaf(got: Any, want: Any, wide: Any = None, strict: bool = True, coarse: float = 0.0) -> list[str]:
+    """What is wrong with one value. ``strict``: strides count (a gradient may be laid out as it likes). coarse: as in
+    ``wrong_values``."""
     if not isinstance(want, torch.Tensor):
         return [] if _equal(got, want) else [f"is {got!r}, eager's {want!r}"]
     if not isinstance(got, torch.Tensor):
@@ -236,7 +238,7 @@ def wrong_leaf(got: Any, want: Any, wide: Any = None, strict: bool = True) -> li
         out.append(f"strides {got.stride()}, eager's {want.stride()} (shape {tuple(want.shape)})")
     if not isinstance(wide, torch.Tensor) or wide.shape != want.shape:
         wide = None
-    problem = wrong_values(got.detach(), want.detach(), None if wide is None else wide.detach())
+    problem = wrong_values(got.detach(), want.detach(), None if wide is None else wide.detach(), coarse)
     return out + ([problem] if problem else [])
 
 
@@ -250,8 +252,11 @@ def same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
     return not b.numel() or all(n == 1 or s == t for n, s, t in zip(b.shape, a.stride(), b.stride()))
 
 
-def wrong_values(got: torch.Tensor, want: torch.Tensor, wide: torch.Tensor | None) -> str:
-    """Empty, or how the values are wrong."""
+def wrong_values(got: torch.Tensor, want: torch.Tensor, wide: torch.Tensor | None, coarse: float = 0.0) -> str:
+    """Empty, or how the values are wrong.
+
+    coarse: the floor of the least precise input. Where eager's error shows that values were rounded to that dtype on
+    their way, few of them may be rounded well by luck: theirs is not the measure."""
     if want.is_quantized:
         return "" if torch.equal(got, want) else "quantized values differ"
     if want.layout != torch.strided:
@@ -280,6 +285,8 @@ def wrong_values(got: torch.Tensor, want: torch.Tensor, wide: torch.Tensor | Non
     both = finite & w.isfinite()
     own = float(((w - ref).abs() / scale)[both].max()) if bool(both.any()) else 0.0
     error = (g - ref).abs() / scale
+    if own > 4 * floor:
+        floor = max(floor, min(coarse, 16 * own))
     allowed = 2 * own + (floor if wide is not None else 4 * floor)
     ok = ok | (finite & (error <= allowed))
     if own > NOISE * floor or want.dtype == torch.float64:  # what cancels to nothing is noise; nothing is wider than

@@ -4,6 +4,7 @@
 call, so the argument must then be as far from there as at capture.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def reaches_beyond(view: Any, base: Any) -> bool:
-    """Has ``view`` elements in the storage of ``base`` that are not in ``base``?"""
+    """Has ``view`` elements in the storage of ``base`` that are not in ``base``, or is that not known?"""
     if storage_of(view) is None or storage_of(view) != storage_of(base):
         return False  # (the base was given another one since)
     (start, end), (low, high) = _bytes(view), _bytes(base)
-    return start < end and (start < low or end > high)
+    return start < end and (start < low or end > high or not _among(view, base))
 
 
 def storage_of(x: Any) -> int | None:
@@ -30,6 +31,28 @@ def _bytes(t: torch.Tensor) -> tuple[int, int]:
     shape, strides, start = ([_now(n) for n in ns] for ns in (t.shape, t.stride(), [t.storage_offset()]))
     last = sum((n - 1) * s for n, s in zip(shape, strides)) if 0 not in shape else -1
     return start[0] * t.element_size(), (start[0] + last + 1) * t.element_size()
+
+
+def _among(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Is what lies between elements of ``base`` no element of ``view``? Both are tensors of one storage and extent.
+
+    Counted in the strides of ``base`` as in a number's digits: a stride of ``view`` is a multiple of one of them, and
+    what is added to a digit does not carry."""
+    dims = sorted(((_now(s), _now(n) - 1) for n, s in zip(base.shape, base.stride()) if s != 0), reverse=True)
+    if sum(s * last for s, last in dims) + 1 == math.prod(last + 1 for _, last in dims):
+        return True  # (nothing lies between them)
+    if view.element_size() != base.element_size():
+        return False
+    left, room = _now(view.storage_offset()) - _now(base.storage_offset()), {}
+    for s, last in dims:
+        digit = min(left // s, last)
+        left, room[s] = left - digit * s, last - digit
+    for n, step in zip(map(_now, view.shape), map(_now, view.stride())):
+        on = next((s for s in room if step % s == 0 and (n - 1) * step // s <= room[s]), None)
+        if on is None:
+            return False
+        room[on] -= (n - 1) * step // on
+    return left == 0
 
 
 def _now(n: Any) -> int:

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from reflib.ir.expr import IntLike, Ref, expr, product
+from reflib.ir.expr import IntLike, Ref, expr
 from reflib.ir.program import View
 
 from . import accumulate as sums
 from .accumulate import Term, fill, scattered
 from .body import NestBuilder, Scalar, Value, check_dtype, fit, nest, where
-from .context import LoweringContext, contiguous_strides
+from .context import LoweringContext
 from .indexing import axis, here_and_at, one_per_row, per_row
 from .rules import Unsupported, overloads, rule
 from .segment_sums import segment_sums
@@ -152,48 +152,3 @@ def scatter_add(cx: LoweringContext, x: View, dim: int, index: View, new: View) 
         return at, (old + value.to(old.dtype)).to(cx.dtype)  # type: ignore[union-attr]
 
     return scatter(cx, x, index.shape, term)
-
-
-@rule("as_strided_scatter")
-def as_strided_scatter(
-    cx: LoweringContext, x: View, src: View, size: Sequence[Any], stride: Sequence[Any], offset: Any = None
-) -> View:
-    """How updates of inputs that are views of one another are captured: ``x`` is the memory that they share."""
-    node, s = cx.node.args[0], cx.low.symbols
-    while node.target is cx.node.target:  # type: ignore[union-attr]  # (as in ``views.view``)
-        node = node.args[0]  # type: ignore[union-attr]
-    start = s.expr(node.meta["val"].storage_offset())  # type: ignore[union-attr]
-    moved = expr(0) if offset is None else expr(offset) - start
-    place = View(x.buffer, tuple(map(expr, size)), tuple(map(expr, stride)), moved, cx.dtype)
-    last = sum(((n - 1) * m for n, m in zip(place.shape, place.strides)), place.offset)
-    whole = x.strides == s.exprs(cx.fakes[0].stride()) and x.shape == cx.shape and _dense(x)
-    # (torch has guarded, when it traced the op, that sizes which may change stay inside)
-    inside = all(e.constant is None or e.constant >= 0 for e in (place.offset, product(x.shape) - 1 - last))
-    if not (whole and inside and _apart(place) and list(src.shape) == list(place.shape)):
-        raise Unsupported("library call")
-    check_dtype(cx.dtype)
-    out = cx.out()
-    fill(cx, out, x)
-    nest(cx, lambda k: k.load(src), replace(place, buffer=out.buffer))
-    return out
-
-
-def _dense(v: View) -> bool:
-    """Does it have elements everywhere between its first and its last one: is it contiguous, or transposed?"""
-    dims = sorted(zip(v.shape, v.strides), key=lambda d: -d[1].hint())
-    return tuple(m for _, m in dims) == contiguous_strides([n for n, _ in dims])
-
-
-def _apart(v: View) -> bool:
-    """Is each element at a place of its own?"""
-    dims = [(m, n) for n, m in zip(v.shape, v.strides) if n != 1]
-    if len(dims) < 2:
-        return all(m.constant != 0 for m, _ in dims)
-    if any(e.constant is None for d in dims for e in d):
-        return False
-    past = 0
-    for m, n in sorted((int(m), int(n)) for m, n in dims):
-        if m <= past:
-            return False
-        past += m * (n - 1)
-    return True

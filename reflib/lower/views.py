@@ -2,6 +2,7 @@
 
 Every view's sizes and strides are in its fake tensor, and so is how far its first element lies from its base's.
 One rule serves them all: view, permute, expand, slice, select, squeeze, unfold, diagonal, as_strided, split ...
+(``as_strided`` with an offset in a storage: ``strided``.)
 """
 
 from typing import Any
@@ -49,9 +50,6 @@ def view(cx: LoweringContext, base: View, *_: Any, **__: Any) -> Any:
     node = cx.node.args[0] if cx.node.args else cx.node.kwargs["self"]
     if not isinstance(node, torch.fx.Node):
         raise Unsupported("a view of no tensor in the graph")
-    both = aten.as_strided.default, aten.as_strided_scatter.default
-    while (cx.node.target, node.target) == both and cx.node.args[3:]:  # (counted from the begin of the storage)
-        node = node.args[0]  # type: ignore[assignment]  # (its result begins there; its meta function says at 0)
     source, fakes = node.meta["val"], cx.fakes
     if any(f.layout != torch.strided for f in (source, *fakes)):
         raise Unsupported("sparse layout")
