@@ -26,6 +26,7 @@ from .context import LoweringContext
 from .depth_in_parts import added, operands, parts
 from .extern import extern
 from .rules import Unsupported, rule
+from .small_products import is_small, small_product
 from .strips import in_strips
 
 aten = torch.ops.aten
@@ -62,6 +63,9 @@ def _product(cx: LoweringContext, target: Any, a: View, b: View, args: tuple[Vie
         return cx.call(aten.mul.Tensor, a, b)  # rounded once, too, and fused with what uses it
     if cx.low.options.batch_invariant:
         return _in_one_order(cx, a, b, args, kwargs)
+    if is_small(cx, a, b):
+        bias = args[0] if len(args) == 3 else None
+        return small_product(cx, a, b, bias, kwargs.get("alpha", 1), kwargs.get("beta", 1))
     if not worth_choosing(cx, gpu, a, b):
         raise Unsupported(_PLAIN)
     scale = {k: v for k, v in kwargs.items() if v != 1}

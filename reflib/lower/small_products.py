@@ -1,0 +1,48 @@
+"""Products of small depth without a matmul: each element is a sum of ``depth`` products, written out in a loop nest.
+
+Points times a rotation, populations of a lattice times its directions, features times few coefficients: such a product
+moves memory and hardly computes, and a call or a Template of it stands between the elementwise work before and after.
+As a loop nest it is fused with both; an operand that had to be copied into rows for the call is read where it is.
+
+What it costs are loads: two per term, from L1 all but the first time, which serves about 7 of them per ps on an H200
+(132 units, 32 lanes per cycle). An element's share of memory is itself and ``depth / least`` of the longer operand,
+``least`` the smaller of rows and columns, at 4 bytes per ps. The nest is taken where its loads need at most LIMIT times
+as long as that, which a fused neighbour saves at least. Of few elements a product takes a launch's time either way, and
+stays one.
+"""
+
+from ..ir.expr import expr, product
+from ..ir.program import View
+from .body import NestBuilder, Value, nest
+from .context import LoweringContext
+
+DEPTH = 16  # terms
+ELEMENTS = 4096
+LOADS, BYTES = 7.2, 4.0  # per ps
+LIMIT = 1.5
+
+
+def is_small(cx: LoweringContext, a: View, b: View) -> bool:
+    """Of float matrices (..., rows, depth) and (..., depth, columns) on a GPU."""
+    depth = a.shape[-1].constant
+    if not cx.on_gpu or depth is None or not 0 < depth <= DEPTH or not cx.dtype.is_floating_point:
+        return False
+    if not a.dtype == b.dtype == cx.dtype or product(cx.shape).hint() < ELEMENTS:
+        return False
+    least = max(1, min(a.shape[-2].hint(), b.shape[-1].hint()))
+    return 2 * depth / LOADS <= LIMIT * (1 + depth / least) * cx.dtype.itemsize / BYTES
+
+
+def small_product(cx: LoweringContext, a: View, b: View, bias: View | None, alpha: float, beta: float) -> View:
+    """``alpha * a @ b + beta * bias`` (broadcast), rounded once."""
+
+    def element(k: NestBuilder) -> Value:
+        *batch, i, j = k.coords
+        terms = [k.load(a, (*batch, i, expr(d))) * k.load(b, (*batch, expr(d), j)) for d in range(int(a.shape[-1]))]
+        total = sum(terms[1:], terms[0])
+        total = total if alpha == 1 else total * alpha
+        if bias is None or beta == 0:  # with beta == 0 not even a NaN of the bias counts
+            return total
+        return total + (k.load(bias) if beta == 1 else k.load(bias) * beta)
+
+    return nest(cx, element)

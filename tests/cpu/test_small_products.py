@@ -1,0 +1,33 @@
+"""Products of small depth are loop nests on a GPU, and are fused with what is around them."""
+
+import random
+
+import pytest
+import torch
+
+from tests.cpu.fuse_cases import gpu_fused, kernels
+
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+
+
+def made(rng: random.Random, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rng.randrange(1000))).to(dtype)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_one_kernel(seed: int) -> None:
+    rng = random.Random(seed)
+    dtype, depth, columns, rows = rng.choice(DTYPES), rng.randrange(2, 5), rng.randrange(1, 3), rng.randrange(3000)
+    a, b = made(rng, dtype, depth, 4096 + rows), made(rng, dtype, depth, columns)
+    bias, scale = made(rng, dtype, columns), rng.choice([1, 0.5])
+    f = gpu_fused(lambda x, w, c: (torch.addmm(c, (2 * x).t(), w, beta=scale, alpha=scale).relu(),), a, b, bias)
+    assert len(f.program.nodes) == len(kernels(f)) == 1
+    x, w = made(rng, dtype, 4096, rows % 3 + 1, depth), made(rng, dtype, 4096, depth, columns)
+    f = gpu_fused(lambda x, w: (torch.bmm(x.abs(), w) + 1,), x, w)
+    assert len(f.program.nodes) == len(kernels(f)) == 1
+
+
+def test_deeper_ones_and_few_elements_are_products() -> None:
+    for rows, depth, columns in ((5000, 17, 2), (5000, 16, 16), (100, 3, 3)):
+        f = gpu_fused(lambda x, w: (x @ w,), torch.randn(rows, depth), torch.randn(depth, columns))
+        assert not kernels(f)
