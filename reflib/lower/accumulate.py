@@ -45,12 +45,15 @@ Sum = Callable[[LoweringContext, View | None, Sequence[IntLike], Term], View]  #
 @dataclass(frozen=True)
 class Rows:
     """Positions that each name a row of the result, ``index``; ``new``: what is added there, of these dimensions and a
-    row's. ``wraps``: negative ones count from the end; those of index ``skipped`` are not added."""
+    row's. ``wraps``: negative ones count from the end; those of index ``skipped`` are not added. ``lead``: so many
+    dimensions of the result number its rows; index names one of the last of them, and where a position is in its own
+    first ones, so is its row."""
 
     index: View
     new: View
     wraps: bool = False
     skipped: int = -1
+    lead: int = 1
 
     @property
     def shape(self) -> tuple[Expr, ...]:
@@ -61,9 +64,14 @@ class Rows:
         index = k.load(self.index, k.coords[: len(self.shape)]).to(torch.int64)
         return index, index.ne(self.skipped) if self.skipped >= 0 else None
 
-    def row(self, k: NestBuilder, rows: Expr) -> tuple[Expr, Value | None]:
-        """... as a place among ``rows``."""
+    def row(self, k: NestBuilder, shape: Sequence[Expr]) -> tuple[Expr, Value | None]:
+        """... as a place among the rows of a result of this ``shape``."""
         index, wanted = self.named(k)
+        rows = product(shape[: self.lead])
+        if self.lead > 1:  # (out of range it would name a row of another batch)
+            size = shape[self.lead - 1]
+            wanted = (index > -1) & (index < k.index(size))
+            index = index + k.index(k.linear(range(self.lead - 1)) * size)
         if wanted is None:
             return k.indirect(index, rows, self.wraps), None
         return k.b.indirect(where(wanted, index, rows).id, rows, wraps=False, skips=True), wanted
@@ -98,8 +106,8 @@ def accumulate(
     zeros = start is None or cx.low.uniform.get(start.buffer) == 0
     if rows is not None and zeros and (few := cx.shape[0].constant) and _waiting(cx, rows, few):
         return _by_comparing(cx, rows, few)
-    if rows is not None and zeros and _saved_by_slots(cx, rows, dtype) > 0:
-        return _by_slots(cx, rows)
+    if rows is not None and _saved_by_slots(cx, rows, dtype) > 0:
+        return _by_slots(cx, None if zeros else start, rows)
     if rows is not None and (copies := _copies(cx, rows, dtype)) > 1:
         return _in_copies(cx, start, shape, term, len(rows.shape), copies)
     if dtype == cx.dtype:
@@ -111,9 +119,10 @@ def accumulate(
 def _saved_by_slots(cx: LoweringContext, rows: Rows, dtype: torch.dtype) -> int:
     """Bytes that ``_by_slots`` need not move, less three launches: a sum of each element, unless that is the result;
     what is added is read twice. None for one row: a dimension of size 1 has no places that could be skipped."""
-    if 1 in (cx.shape[0].constant, product(rows.shape).constant):
+    many, positions = product(cx.shape[: rows.lead]), product(rows.shape)
+    if 1 in (many.constant, positions.constant) or rows.lead > 1 and cx.low.options.assert_indirect_indexing:
         return 0
-    all_, added = (product((n, *cx.shape[1:])).hint() for n in (cx.shape[0], product(rows.shape)))
+    all_, added = (product((n, *cx.shape[rows.lead :])).hint() for n in (many, positions))
     return (2 * all_ * dtype.itemsize if dtype != cx.dtype else 0) - 2 * added * cx.dtype.itemsize - 2 * LAUNCH
 
 
@@ -198,8 +207,20 @@ def index_add(cx: LoweringContext, x: View, dim: int, index: View, new: View, *,
         at, value = place(k)
         return at, value if alpha == 1 else value * k.value(alpha, SUMMED_IN[cx.dtype])
 
-    by_row = alpha == 1 and len(index.shape) == 1 and axis(dim, len(x.shape)) == 0
-    return accumulate(cx, x, new.shape, term, Rows(index, new) if by_row else None)
+    return accumulate(cx, x, new.shape, term, _rows(x, dim, index, new) if alpha == 1 else None)
+
+
+def _rows(x: View, dim: int, index: View, new: View) -> Rows | None:
+    """Where ``index`` names whole rows of ``x`` along ``dim``: it has one dimension, or is the same for a row's all
+    elements."""
+    d, strides = axis(dim, len(x.shape)), index.strides
+    if len(new.shape) != len(x.shape) or any(m != n for i, (m, n) in enumerate(zip(new.shape, x.shape)) if i != d):
+        return None
+    if len(index.shape) == 1:
+        strides = (*[expr(0)] * d, *strides)
+    elif index.shape != new.shape or d == len(x.shape) - 1 or any(m != 0 for m in strides[d + 1 :]):
+        return None
+    return Rows(replace(index, shape=new.shape[: d + 1], strides=strides[: d + 1]), new, lead=d + 1)
 
 
 def scattered(x: View, shape: Sequence[Expr], dim: int, index: View, new: View | float) -> Term:
@@ -234,24 +255,25 @@ def embedding_dense_backward(
     return accumulate(cx, None, grad.shape, term, Rows(indices, grad, skipped=padding))
 
 
-def _by_slots(cx: LoweringContext, rows: Rows) -> View:
-    """``accumulate`` of rows into zeros. Of the positions that name a row, any one wins its slot, and any other one is
+def _by_slots(cx: LoweringContext, start: View | None, rows: Rows) -> View:
+    """``accumulate`` of rows. Of the positions that name a row, any one wins its slot, and any other one is
     its second; only third and further ones are added atomically, and only rows with a second have sums::
 
         slot[:] = n;  slot[row[i]] = i                          second[:] = n;  second[slot[row[i]]] = i, if not that
         sums[w] = new[second[w]], where there is one            sums[slot[row[i]]] += new[i], for all others
-        out[v] = new[slot[v]] + sums[slot[v]], where there are
+        out[v] = start[v] + new[slot[v]] + sums[slot[v]], where there are
 
     (8,192 rows of 1,024 bfloat16 for a vocabulary of 32,000: 131 MB of float32 would be filled and read.)"""
-    few, others = product(rows.shape), cx.shape[1:]
-    slot, second = cx.temp("slot", cx.shape[:1], torch.int32), cx.temp("second", (few,), torch.int32)
-    sums, new = cx.temp("sums", (few, *others), SUMMED_IN[cx.dtype]), flat(cx, rows.new, len(rows.shape))
+    few, others = product(rows.shape), cx.shape[rows.lead :]
+    slot = cx.temp("slot", (product(cx.shape[: rows.lead]),), torch.int32)
+    second, sums = cx.temp("second", (few,), torch.int32), cx.temp("sums", (few, *others), SUMMED_IN[cx.dtype])
+    new = flat(cx, rows.new, len(rows.shape))
     fill(cx, slot, few)
     fill(cx, second, few)
 
     def here(k: NestBuilder) -> tuple[Value, Value, Value]:
         """This position; which one has its row's slot; is that another one?"""
-        row, wanted = rows.row(k, cx.shape[0])
+        row, wanted = rows.row(k, cx.shape)
         mine, first = k.index(k.linear(range(len(rows.shape)))).to(torch.int32), k.load(slot, [row], wanted, 2**31 - 1)
         return mine, first, first.ne(mine) if wanted is None else first.ne(mine) & wanted
 
@@ -266,7 +288,7 @@ def _by_slots(cx: LoweringContext, rows: Rows) -> View:
         )
 
     k = NestBuilder(cx, rows.shape)
-    k.store(slot, k.index(k.linear(range(len(rows.shape)))), [rows.row(k, cx.shape[0])[0]])
+    k.store(slot, k.index(k.linear(range(len(rows.shape)))), [rows.row(k, cx.shape)[0]])
     k.finish()
     k = NestBuilder(cx, rows.shape)
     mine, first, other = here(k)
@@ -285,10 +307,11 @@ def _by_slots(cx: LoweringContext, rows: Rows) -> View:
     k.finish()
 
     def total(k: NestBuilder) -> Value:
-        first = k.load(slot, k.coords[:1])
+        first = k.load(slot, [k.linear(range(rows.lead))])
         any_ = first < few
         more = any_ & (load(second, first, any_) < few)
-        return load(new, first, any_).to(sums.dtype) + load(sums, first, more)
+        value = load(new, first, any_).to(sums.dtype) + load(sums, first, more)
+        return value if start is None else k.load(start).to(sums.dtype) + value
 
     return nest(cx, total)
 
@@ -296,7 +319,7 @@ def _by_slots(cx: LoweringContext, rows: Rows) -> View:
 def _waiting(cx: LoweringContext, rows: Rows, few: int) -> bool:
     """Would additions to one of few places wait for each other?"""
     many = product(rows.shape).hint() >= WAITING * few
-    return few <= FEW and many and not cx.low.options.assert_indirect_indexing
+    return few <= FEW and many and rows.lead == 1 and not cx.low.options.assert_indirect_indexing
 
 
 def _by_comparing(cx: LoweringContext, rows: Rows, few: int) -> View:
@@ -316,7 +339,8 @@ def _by_comparing(cx: LoweringContext, rows: Rows, few: int) -> View:
 
 def _copies(cx: LoweringContext, rows: Rows, dtype: torch.dtype) -> int:
     """Sums beside each other, of which each gets a part of the positions: so many that few wait; 1 where it is few."""
-    each, size = product(rows.shape).hint() // max(1, cx.shape[0].hint()), product(cx.shape).constant
+    each = product(rows.shape).hint() // max(1, product(cx.shape[: rows.lead]).hint())
+    size = product(cx.shape).constant
     if each < CROWD or not size:  # (of a size that varies, copies might be many times too large)
         return 1
     return max(1, min(each // WAITING, COPIES // (size * dtype.itemsize)))
@@ -357,7 +381,7 @@ def scatter_add(cx: LoweringContext, x: View, dim: int, index: View, new: View) 
     if not one_per_row(x, dim, index):
         if (out := sorted_rows(cx, x, dim, index, new)) is not None:
             return out
-        return accumulate(cx, x, index.shape, scattered(x, index.shape, dim, index, new))
+        return accumulate(cx, x, index.shape, scattered(x, index.shape, dim, index, new), _rows(x, dim, index, new))
 
     def value(k: NestBuilder) -> Value:
         here, at = here_and_at(k, x, dim, index)
@@ -377,7 +401,7 @@ def scatter_reduce(
     terms = scattered(x, index.shape, dim, index, new)
     if reduce == "sum" and (include_self or cx.low.uniform.get(x.buffer) == 0):
         out = sorted_rows(cx, x, dim, index, new)
-        return accumulate(cx, x, index.shape, terms) if out is None else out
+        return accumulate(cx, x, index.shape, terms, _rows(x, dim, index, new)) if out is None else out
     sums, start = None, x
     if cx.low.options.batch_invariant and possible(cx, torch.int32):  # the terms are counted by atomic additions
         if not include_self:

@@ -44,6 +44,19 @@ def _add(r: random.Random, rows: int, lead: tuple[int, ...], columns: int) -> Ca
     return run, (_numbers(lead[0], 2, columns), index)
 
 
+def _add_into(r: random.Random, rows: int, lead: tuple[int, ...], columns: int) -> Case:
+    """Rows of what is not zero, in batches, by one index for all or by one for each."""
+    x, index = _numbers(3, rows, columns + 1), torch.randint(0, rows, lead[:1], dtype=torch.int64)
+    g = _numbers(3, lead[0], columns + 1)
+    if r.random() < 0.4:
+        return lambda g, i, x: ((x * 2).index_add(1, i, g),), (g, index, x)
+    index = torch.randint(0, rows, (3, lead[0]))
+    if r.random() < 0.5:
+        return lambda g, i, x: (x.scatter_add(1, i[..., None].expand_as(g), g * 2) + 1,), (g, index, x)
+    run = lambda g, i, x: (x.scatter_reduce(1, i[..., None].expand_as(g), g, "sum").relu(),)  # noqa: E731
+    return run, (g, index, x)
+
+
 def _case(make: Any, seed: int, rows: tuple[int, ...], leads: tuple[tuple[int, ...], ...]) -> Case:
     torch.manual_seed(seed)
     r = random.Random(f"{make.__name__} {seed}")
@@ -53,16 +66,17 @@ def _case(make: Any, seed: int, rows: tuple[int, ...], leads: tuple[tuple[int, .
 @pytest.mark.each
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("make", [_embedding, _put, _add])
+@pytest.mark.parametrize("make", [_embedding, _put, _add, _add_into])
 def test_of_positions_that_name_a_row(
     make: Any, seed: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first is read where the result is made, the second begins the sum, others are added."""
-    fn, (g, i) = _case(make, seed, (3, 40, 90), ((7,), (3, 5), (40, 2), (2, 1, 6), (3, 0)))
+    fn, (g, i, *into) = _case(make, seed, (3, 40, 90), ((7,), (3, 5), (40, 2), (2, 1, 6), (3, 0)))
     monkeypatch.setattr(accumulate, "LAUNCH", -(10**9))
-    f = fused(fn, g.to(dtype), i, symbolic=bool(seed % 2) and i.numel() > 0)
+    f = fused(fn, g.to(dtype), i, *(x.to(dtype) for x in into), symbolic=bool(seed % 2) and i.numel() > 0)
     (sums,) = (b for b in f.program.buffers.values() if b.name.endswith("sums"))
-    assert not calls(f) and sums.shape[0].hint() == i.numel() and len(atomic(f)) == 1
+    positions = 3 * g.shape[1] if into else i.numel()
+    assert not calls(f) and sums.shape[0].hint() == positions and len(atomic(f)) == 1
 
 
 def test_a_position_out_of_range_is_added_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
