@@ -26,7 +26,7 @@ from .context import LoweringContext
 from .depth_in_parts import added, operands, parts
 from .extern import extern
 from .rules import Unsupported, rule
-from .small_products import is_small, small_product
+from .small_products import deep_product, is_deep, is_small, small_product
 from .strips import in_strips
 
 aten = torch.ops.aten
@@ -66,6 +66,8 @@ def _product(cx: LoweringContext, target: Any, a: View, b: View, args: tuple[Vie
     if is_small(cx, a, b):
         bias = args[0] if len(args) == 3 else None
         return small_product(cx, a, b, bias, kwargs.get("alpha", 1), kwargs.get("beta", 1))
+    if len(args) == 2 and is_deep(cx, a, b):
+        return deep_product(cx, a, b)
     if not worth_choosing(cx, gpu, a, b):
         raise Unsupported(_PLAIN)
     scale = {k: v for k, v in kwargs.items() if v != 1}

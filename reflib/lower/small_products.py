@@ -1,4 +1,4 @@
-"""Products of small depth without a matmul: each element is a sum of ``depth`` products, written out in a loop nest.
+"""Products of small depth, and deep ones of few elements, without a matmul: as sums of products in a loop nest.
 
 Points times a rotation, populations of a lattice times its directions, features times few coefficients: such a product
 moves memory and hardly computes, and a call or a Template of it stands between the elementwise work before and after.
@@ -9,6 +9,9 @@ What it costs are loads: two per term, from L1 all but the first time, which ser
 ``least`` the smaller of rows and columns, at 4 bytes per ps. The nest is taken where its loads need at most LIMIT times
 as long as that, which a fused neighbour saves at least. Of few elements a product takes a launch's time either way, and
 stays one.
+
+The gradients of such few coefficients are the contrary: few elements, each of them a sum over all points. They are a
+reduction, which is split over the device; a library's kernel has tiles of 32 or more rows and columns.
 """
 
 from ..ir.expr import expr, product
@@ -20,17 +23,35 @@ DEPTH = 16  # terms
 ELEMENTS = 4096
 LOADS, BYTES = 7.2, 4.0  # per ps
 LIMIT = 1.5
+DEEP, FEW = 1 << 15, 64  # terms, elements
 
 
 def is_small(cx: LoweringContext, a: View, b: View) -> bool:
     """Of float matrices (..., rows, depth) and (..., depth, columns) on a GPU."""
     depth = a.shape[-1].constant
-    if not cx.on_gpu or depth is None or not 0 < depth <= DEPTH or not cx.dtype.is_floating_point:
-        return False
-    if not a.dtype == b.dtype == cx.dtype or product(cx.shape).hint() < ELEMENTS:
+    if not _possible(cx, a, b) or depth is None or not 0 < depth <= DEPTH or product(cx.shape).hint() < ELEMENTS:
         return False
     least = max(1, min(a.shape[-2].hint(), b.shape[-1].hint()))
     return 2 * depth / LOADS <= LIMIT * (1 + depth / least) * cx.dtype.itemsize / BYTES
+
+
+def is_deep(cx: LoweringContext, a: View, b: View) -> bool:
+    """Of such matrices: few elements, and many terms."""
+    few = product(cx.shape).constant
+    return _possible(cx, a, b) and a.shape[-1].hint() >= DEEP and few is not None and 0 < few <= FEW
+
+
+def _possible(cx: LoweringContext, a: View, b: View) -> bool:
+    return cx.on_gpu and cx.dtype.is_floating_point and a.dtype == b.dtype == cx.dtype
+
+
+def deep_product(cx: LoweringContext, a: View, b: View) -> View:
+    """``a @ b``, rounded once."""
+    k, out = NestBuilder(cx, (*cx.shape, a.shape[-1]), (len(cx.shape),)), cx.out()
+    *batch, i, j, d = k.coords
+    k.store(out, k.reduce("sum", k.load(a, (*batch, i, d)) * k.load(b, (*batch, d, j))), k.coords[:-1])
+    k.finish()
+    return out
 
 
 def small_product(cx: LoweringContext, a: View, b: View, bias: View | None, alpha: float, beta: float) -> View:

@@ -1,4 +1,4 @@
-"""Products of small depth are loop nests on a GPU, and are fused with what is around them."""
+"""Products of small depth, and deep ones of few elements, are loop nests on a GPU, fused with what is around them."""
 
 import random
 
@@ -31,3 +31,11 @@ def test_deeper_ones_and_few_elements_are_products() -> None:
     for rows, depth, columns in ((5000, 17, 2), (5000, 16, 16), (100, 3, 3)):
         f = gpu_fused(lambda x, w: (x @ w,), torch.randn(rows, depth), torch.randn(depth, columns))
         assert not kernels(f)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_deep_ones_are_sums(dtype: torch.dtype) -> None:
+    rng = random.Random(5)
+    a, b = made(rng, dtype, 40_003, 3), made(rng, dtype, 40_003, 7)
+    f = gpu_fused(lambda x, g: ((x * 0.01).t() @ g,), a, b)
+    assert not [n for n in f.program.nodes if n not in kernels(f)] and len(kernels(f)) <= 2

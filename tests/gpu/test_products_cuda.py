@@ -11,7 +11,7 @@ from reflib.ir.traffic import SECTOR
 from reflib.lower.padding import IN_PLACE_SHARED
 from reflib.target import device_target
 from tests.checking import check
-from tests.semantics import Compiled
+from tests.semantics import Compiled, compare
 
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.skipif(torch.version.hip is not None, reason="cuBLAS and cuDNN")
@@ -136,3 +136,17 @@ def test_convolutions(name: str, train: bool) -> None:
             assert train or all(v.strides[1] == 1 for v in n.args[:2])
         elif n.target is torch.ops.aten.convolution_backward.default:
             assert not n.args[-1][2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_of_small_depth(seed: int, dtype: torch.dtype) -> None:
+    """Points times few coefficients, and the coefficients' gradients, sums over all points: no call of the library."""
+    rng = random.Random(seed)
+    points, depth, columns = rng.randint(40_000, 90_000), rng.randint(2, 8), rng.randint(1, 3)
+    x, w, b = (torch.randn(s, device="cuda", dtype=dtype) for s in ((points, depth), (depth, columns), (columns,)))
+    args = [t.requires_grad_() for t in (x, w, b)]
+    of_points = compare(lambda x, w, b: torch.addmm(b, x * 2, w, alpha=0.5).sigmoid(), *args, backward=True)
+    batch = torch.randn(points // 4, 3, depth, device="cuda", dtype=dtype)
+    of_matrices = compare(lambda x, w: torch.einsum("bij,bjk->bki", x, w).abs(), batch, batch.mT.contiguous())
+    assert not of_points.externs and not of_matrices.externs
