@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from flex_cases import CASES, Case, flex
+from flex_decode_cases import DECODE
 from interpreter import answer, told
 
 from reflib.plugins import PLUGS
@@ -25,13 +26,14 @@ from reflib.options import Options  # noqa: E402
 from reflib.pipeline import Backend  # noqa: E402
 
 
-def problem(case: Case) -> str:
+def problem(case: Case, kernel: str = "") -> str:
+    """What is wrong with it. ``kernel``: what the forward's is to be named."""
     torch._dynamo.reset()
     stages: list[Any] = []
     fn, backend = case.function(case.block_mask()), Backend(Options(verify=True), stages.append)
     wrong = case.wrong(torch.compile(fn, backend=backend, dynamic=case.dynamic))
     kernels = {v.variants[0].kernel.name for s in stages for v in kernel_variants(s.scheduled.nodes)}
-    if len([n for n in kernels if "flex_attention" in n]) != 1 + 2 * case.trains:
+    if len([n for n in kernels if "flex_" in n]) != 1 + 2 * case.trains or not any(kernel in n for n in kernels):
         return f"the kernels are {kernels}; {[s.decisions for s in stages]}"
     return wrong
 
@@ -49,7 +51,12 @@ def problems(*names: str) -> dict[str, str]:
     flex._validate_device = lambda *a: None  # PyTorch has the backward for GPUs only
     flex._apply_kernel_options = options
     LoweringContext.on_gpu = property(lambda self: True)
-    return {name: told(lambda name=name: problem(CASES[name])) for name in names or CASES}
+    return {name: told(problem, *of(name)) for name in names or CASES}
+
+
+def of(name: str) -> tuple[Case, str]:
+    decoding = name.removeprefix("decoding ")
+    return (CASES[name], "") if decoding == name else (DECODE[decoding], "flex_decoding")
 
 
 if __name__ == "__main__":
