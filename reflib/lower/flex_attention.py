@@ -20,7 +20,7 @@ from reflib.ir.program import Choice, View
 from . import flex_template as template
 from .context import LoweringContext
 from .extern import used_results
-from .flex_options import kernel_options as kernel_options_of
+from .flex_options import kernel_options as options_of
 from .rules import RULES, Unsupported
 from .subgraph import Refused, variant
 
@@ -49,10 +49,7 @@ def flex_attention(
         return found[0], *(x.float() for x in found[1:])  # (of float64 eager's are; the op says otherwise)
 
     def fused() -> Any:
-        captured, asked = (
-            (tuple(score_buffers), tuple(mask_buffers)),
-            kernel_options_of(cx.node, True, cx.origin.source),
-        )
+        captured, asked = (tuple(score_buffers), tuple(mask_buffers)), options_of(cx.node, True)
         a = template.Attention(cx, query, key, value, block_mask, scale, captured, asked)
         return template.forward(a, score_mod)
 
@@ -110,10 +107,7 @@ def flex_attention_backward(
     g = grad_out if grad_out is not None else cx.call(aten.zeros_like.default, out)
 
     def fused() -> Any:
-        captured, asked = (
-            (tuple(score_buffers), tuple(mask_buffers)),
-            kernel_options_of(cx.node, False, cx.origin.source),
-        )
+        captured, asked = (tuple(score_buffers), tuple(mask_buffers)), options_of(cx.node, False)
         a = template.Attention(cx, query, key, value, block_mask, scale, captured, asked)
         return template.backward(a, out, logsumexp, g, grad_logsumexp, score_mod, joint)
 

@@ -23,6 +23,8 @@ import torch
 
 from reflib.errors import OptionError, did_you_mean
 
+from .lower import FRAME
+
 TILING = {
     "forward": {"BLOCK_M": "m", "BLOCK_N": "n"},
     "decode": {"BLOCK_M": "m", "BLOCK_N": "n"},
@@ -88,7 +90,7 @@ class KernelOptions:
         return OptionError(f"flex_attention{self.where}: kernel_options[{key!r}] = {self.values[key]!r}: {why}")
 
 
-def kernel_options(node: torch.fx.Node, forward: bool, where: str) -> KernelOptions:
+def kernel_options(node: torch.fx.Node, forward: bool) -> KernelOptions:
     """Those of a call. A number that Dynamo made a symbol is what it was: PyTorch compiles again for another."""
     given = next((a for a in node.args if isinstance(a, Mapping)), {})
     own, other = ("fwd_", "bwd_") if forward else ("bwd_", "fwd_")
@@ -102,12 +104,21 @@ def kernel_options(node: torch.fx.Node, forward: bool, where: str) -> KernelOpti
             special[name] = value
         elif not key.startswith(other):
             plain[name] = value
-    return KernelOptions(plain | special, f" at {where}" if where else "")
+    return KernelOptions(plain | special, _where(node))
+
+
+def _where(node: torch.fx.Node) -> str:
+    """The user's line: PyTorch's own function is around the op."""
+    frames = FRAME.findall(node.meta.get("stack_trace") or "")
+    for path, line, _, code in reversed(frames):
+        if "/torch/nn/attention/" not in path.replace("\\", "/"):
+            return f" at {path.rpartition('/')[2]}:{line}: {code.strip()}"
+    return ""
 
 
 @cache
 def _warn(key: str) -> None:
-    near = did_you_mean(key, KNOWN)
+    near = did_you_mean(key, KNOWN) or did_you_mean(key.upper(), KNOWN) or did_you_mean(key.lower(), KNOWN)
     warnings.warn(
         f"flex_attention: kernel_options[{key!r}] is unknown, and has no effect" + (f"; {near}" if near else "")
     )

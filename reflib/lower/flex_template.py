@@ -161,9 +161,19 @@ def _few_queries(a: Attention) -> dict[str, int] | None:
         if isinstance(how, str):
             raise a.asked.error("BACKEND", f"the kernel for few queries does not support {how}; leave it out")
         return how
-    lse = next((u for u in a.cx.node.users if u.args[1:] == (1,)), None)
-    trained = lse is not None and any(u.op == "output" or "backward" in u.name for u in lse.users)
-    return None if isinstance(how, str) or trained or set(how.values()) == {1} else how
+    return None if isinstance(how, str) or set(how.values()) == {1} or _trained(a.cx.node) else how
+
+
+def _trained(node: torch.fx.Node) -> bool:
+    """Is it the forward of a backward? That is given the log-sum-exp as it is; users have it in base e."""
+    same = [u for u in node.users if u.args[1:] == (1,)]
+    for n in same:
+        for u in n.users:
+            if u.op == "output" or "flex_attention_backward" in str(u.target):
+                return True
+            if u.target in (torch.ops.aten.alias.default, torch.ops.aten.detach.default):
+                same.append(u)
+    return False
 
 
 def backward(
