@@ -33,21 +33,18 @@ class DecodePrinter(FlexPrinter):
         return found
 
     def queries(self) -> Expr:
-        packed, splits = self.kernel.packed, self.kernel.splits
-        tiles, groups = blocks(self.length["m"], self.block["m"]), self.heads // packed
-        group = "h" if packed == 1 else "group"
-        self.put(f"pid = tl.program_id(0){self.wide}")
-        self.put(f"tile = pid % {paren(self.size(tiles))}")
-        self.put(f"part = pid // {paren(self.size(tiles))} % {splits}")
-        self.put(f"{group} = pid // {paren(self.size(tiles * splits))} % {paren(self.size(groups))}")
-        self.put(f"b = pid // {paren(self.size(tiles * splits * groups))}")
-        self.put(f"row = tile * MBLOCK + tl.arange(0, MBLOCK){self.wide}")
+        packed, group = self.kernel.packed, "h" if self.kernel.packed == 1 else "group"
+        programs = self._programs(group)
         self.put("y = row[:, None]")
         if self.ragged["m"]:
             self.put(f"ymask = y < {self.size(self.length['m'])}")
-        self.put("m = row" if packed == 1 else f"m = row % {paren(self.size(self.each))}")
-        if packed > 1:
-            self.put(f"h = group * {packed} + row // {paren(self.size(self.each))}")
+        if packed == 1:
+            self.put("m = row")
+        elif self.each == 1:
+            self.put(f"h = group * {packed} + row")
+        else:
+            self.put(f"h = group * {packed} + row // {self.size(self.each)}")
+            self.put(f"m = row % {self.size(self.each)}")
         self.put("d = tl.arange(0, DBLOCK)")
         self.put("e = tl.arange(0, EBLOCK)")
         shared = self.kernel.groups // packed
@@ -56,7 +53,23 @@ class DecodePrinter(FlexPrinter):
         self.put(f"v_at = {self.place('v', 'b', kv_head)}")
         dims = [*self._rows("[:, None]", 2), (3, "d", "[None, :]")]
         self.put(f"q = {self.read(self.place('q', 'b', self._head), 'q', dims)}")
-        return tiles * splits * groups * self.batch
+        return programs
+
+    def _programs(self, group: str) -> Expr:
+        """Which one this is: of the blocks of rows, parts, groups and batches; the first ones are neighbours. Returns
+        how many there are."""
+        rows, below = f"tl.arange(0, MBLOCK){self.wide}", expr(1)
+        self.put(f"pid = tl.program_id(0){self.wide}")
+        names = ("tile", "part", group)
+        sizes = blocks(self.length["m"], self.block["m"]), expr(self.kernel.splits), self.heads // self.kernel.packed
+        for name, size in zip(names, sizes):
+            if size != 1 or name == group:
+                over = "" if below == 1 else f" // {paren(self.size(below))}"
+                self.put(f"{name} = pid{over} % {paren(self.size(size))}")
+            below = below * size
+        self.put(f"b = pid // {paren(self.size(below))}")
+        self.put(f"row = {rows}" if sizes[0] == 1 else f"row = tile * MBLOCK + {rows}")
+        return below * self.batch
 
     @property
     def _head(self) -> str:
@@ -65,15 +78,15 @@ class DecodePrinter(FlexPrinter):
 
     def _rows(self, index: str, queries: int) -> list[tuple[int, str, str]]:
         """The rows of an argument of which ``queries`` is the dimension of queries."""
-        heads = [(1, "h", index)] if self.kernel.packed > 1 else []
-        return [*heads, (queries, "m", index)]
+        if self.kernel.packed == 1:
+            return [(queries, "m", index)]
+        return [(1, "h", index), *([(queries, "m", index)] if self.each != 1 else [])]
 
     def inside(self, name: str, index: str) -> list[str]:
-        if name == "h":
-            return []
-        if name == "m":
-            return [f"(row{index} < {self.size(self.length['m'])})"] if self.ragged["m"] else []
-        return super().inside(name, index)
+        if name == "n":
+            return super().inside(name, index)
+        once = name == "h" or self.kernel.packed == 1  # (of the two, one has the condition of rows)
+        return [f"(row{index} < {self.size(self.length['m'])})"] if once and self.ragged["m"] else []
 
     def write_rows(self, role: str, value: str) -> None:
         parts = "acc" in self.given

@@ -59,7 +59,31 @@ def splits(programs: int, keys: Expr, units: int) -> int:
     return max(1, min(2 * units // max(programs, 1), most))
 
 
-def decoding(a: "Attention") -> dict[str, int] | str:
+def few_queries(a: "Attention") -> dict[str, int] | None:
+    """How the kernel for few queries does it, if it is to."""
+    if a.asked.backend == "TRITON":
+        return None
+    how = _supported(a)
+    if a.asked.backend == "TRITON_DECODE":
+        if isinstance(how, str):
+            raise a.asked.error("BACKEND", f"the kernel for few queries does not support {how}; leave it out")
+        return how
+    return None if isinstance(how, str) or set(how.values()) == {1} or _trained(a.cx.node) else how
+
+
+def _trained(node: torch.fx.Node) -> bool:
+    """Is it the forward of a backward? That is given the log-sum-exp as it is; users have it in base e."""
+    same = [u for u in node.users if u.args[1:] == (1,)]
+    for n in same:
+        for u in n.users:
+            if u.op == "output" or "flex_attention_backward" in str(u.target):
+                return True
+            if u.target in (torch.ops.aten.alias.default, torch.ops.aten.detach.default):
+                same.append(u)
+    return False
+
+
+def _supported(a: "Attention") -> dict[str, int] | str:
     """``packed`` and ``splits`` of the kernel for few queries; or why the call has none."""
     queries = a.rows.constant
     if queries is None:

@@ -20,7 +20,7 @@ from reflib.ir.program import Choice, Extern, Node, Variant, View
 from reflib.target import Target, device_target, parse_target
 
 from .context import LoweringContext
-from .flex_decode import decode, decoding
+from .flex_decode import decode, few_queries
 from .flex_makers import inputs_from
 from .flex_options import KernelOptions
 from .flex_slot import Slot, symbols_of, without_sums
@@ -144,36 +144,12 @@ def forward(attention: Attention, score_mod: Any) -> Any:
     views = [a.cx.out(i) if i in wanted or i == 0 else None for i in range(len(a.cx.fakes))]
     written = {n: v for n, v in zip(("out", "lse", "top"), views) if v is not None}
     exact = a.q.dtype == torch.float32 or len(written) > 1
-    how = _few_queries(a)
+    how = few_queries(a)
     if how is None:
         a.kernels({"forward": written}, {}, exact)
     else:
         decode(a, how, written, exact)
     return tuple(views)
-
-
-def _few_queries(a: Attention) -> dict[str, int] | None:
-    """How the kernel for few queries does it, if it is to."""
-    if a.asked.backend == "TRITON":
-        return None
-    how = decoding(a)
-    if a.asked.backend == "TRITON_DECODE":
-        if isinstance(how, str):
-            raise a.asked.error("BACKEND", f"the kernel for few queries does not support {how}; leave it out")
-        return how
-    return None if isinstance(how, str) or set(how.values()) == {1} or _trained(a.cx.node) else how
-
-
-def _trained(node: torch.fx.Node) -> bool:
-    """Is it the forward of a backward? That is given the log-sum-exp as it is; users have it in base e."""
-    same = [u for u in node.users if u.args[1:] == (1,)]
-    for n in same:
-        for u in n.users:
-            if u.op == "output" or "flex_attention_backward" in str(u.target):
-                return True
-            if u.target in (torch.ops.aten.alias.default, torch.ops.aten.detach.default):
-                same.append(u)
-    return False
 
 
 def backward(
