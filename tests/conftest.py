@@ -143,6 +143,7 @@ made = pytest.StashKey[tempfile.TemporaryDirectory]()
 LONGEST = (
     "test_browser.py", "cpp-wrapper.ipynb", "test_jupyterlab.py", "numerics.ipynb", "async-autotuning.ipynb",
     "multi-arch-packages.ipynb", "tuning-across-ranks.ipynb", "test_semantics.py", "test_flex_attention.py",
+    "test_flex_decoding.py",
     "training.ipynb", "whole-transformer.ipynb", "observability.ipynb", "a-gpu-for-compiler-readers.ipynb",
     "the-matmul-ladder.ipynb", "mini-compiler-tuned.ipynb", "mini-compiler.ipynb", "fusion.ipynb",
     "inline-fusion.ipynb", "test_figures_move.py",

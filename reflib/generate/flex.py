@@ -11,8 +11,9 @@ scaled whenever ``top`` rises. A row that is masked altogether has total 0: its 
 is an Extern, which ``fuse`` leaves alone; it is scheduled (``schedule.flex``: tiling, what it assumes) and printed by
 the class of its target, and from there on a kernel like any other. With autotuning the tilings are a Choice.
 
-NB: TorchInductor's template also reads through TMA descriptors, and has a kernel of its own for few queries, which
-divides the keys among programs.
+For few queries (``decode``) the same text is printed with other programs (``flex_decode``).
+
+NB: TorchInductor's template also reads through TMA descriptors, and its kernel for few queries is another template.
 """
 
 from collections.abc import Collection
@@ -20,6 +21,7 @@ from collections.abc import Collection
 from ..ir.program import Buffer, KernelNode
 from ..target import Target
 from .flex_backward import print_dkv, print_dq
+from .flex_decode import DecodePrinter
 from .flex_printer import FlexPrinter
 from .kernel import Kernel
 
@@ -27,23 +29,26 @@ from .kernel import Kernel
 def print_flex(node: KernelNode, buffers: dict[str, Buffer], target: Target, aligned: Collection[str]) -> Kernel:
     """The kernel ``node.name``, whose tiling is chosen."""
     (x,) = node.parts
-    how = {"forward": print_forward, "dq": print_dq, "dkv": print_dkv}[x.target.kind]  # type: ignore[union-attr]
-    return how(node, buffers, target, aligned)
+    if backward := {"dq": print_dq, "dkv": print_dkv}.get(x.target.kind):  # type: ignore[union-attr]
+        return backward(node, buffers, target, aligned)
+    printer = DecodePrinter if x.target.kind == "decode" else FlexPrinter  # type: ignore[union-attr]
+    return print_forward(printer(node, buffers, target, aligned))
 
 
-def print_forward(node: KernelNode, buffers: dict[str, Buffer], target: Target, aligned: Collection[str]) -> Kernel:
-    p = FlexPrinter(node, buffers, target, aligned)
+def print_forward(p: FlexPrinter) -> Kernel:
     programs = p.queries()
     p.put('top = tl.full([MBLOCK], float("-inf"), tl.float32)')
     p.put("total = tl.zeros([MBLOCK], tl.float32)")
     p.put("acc = tl.zeros([MBLOCK, EBLOCK], tl.float32)")
     p.over("n", ("modified", "mask"), lambda masked: _step(p, masked))
-    p.put("some = tl.where(total == 0.0, 1.0, total)")
-    p.put("acc = acc / some[:, None]")
-    p.write(p.place("out", "b", "h"), "out", [(2, "m", "[:, None]"), (3, "e", "[None, :]")], "acc")
-    for role, value in (("lse", "(top + tl.log2(total))"), ("top", "top")):
+    if "out" in p.given:
+        p.put("some = tl.where(total == 0.0, 1.0, total)")
+        p.put("acc = acc / some[:, None]")
+    for role, value in (
+        ("out", "acc"), ("acc", "acc"), ("total", "total"), ("lse", "(top + tl.log2(total))"), ("top", "top"),
+    ):  # fmt: skip
         if role in p.given:
-            p.write(p.place(role, "b", "h"), role, [(2, "m", "")], value)
+            p.write_rows(role, value)
     return p.finish(programs)
 
 

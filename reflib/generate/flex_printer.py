@@ -109,7 +109,7 @@ class FlexPrinter:
         self.given = dict(x.kwargs)
         self.rows, self.columns = rows, "n" if rows == "m" else "m"
         q, k = self.given["q"].shape, self.given["k"].shape
-        self.batch, self.heads, self.length = q[0], q[1], {"m": q[2], "n": k[2]}
+        self.batch, self.heads, self.length = q[0], q[1], {"m": q[2] * self.kernel.packed, "n": k[2]}
         self.head = {"d": q[3], "e": self.given["v"].shape[3]}
         self.block = {"m": self.tiling.m, "n": self.tiling.n}
         whole = dict(node.config.extras).get("whole", ())
@@ -126,19 +126,19 @@ class FlexPrinter:
 
     def _slot(self) -> SlotPrinter:
         """Of the user's functions, with the buffers that they read by name."""
-        env: dict[Atom, IntLike] = {}
-        for a in self.kernel.slot.axes:
-            name = {self.rows: "y", self.columns: "x"}.get(a.var.name, a.var.name)
-            env[a.var] = expr(Var(name, a.size))
-        body = tuple(
-            self._captured(s) if isinstance(s, (Load, Store)) else s for s in substitute(self.kernel.slot.body, env)
-        )
+        substituted = substitute(self.kernel.slot.body, self._coordinates())
+        body = tuple(self._captured(s) if isinstance(s, (Load, Store)) else s for s in substituted)
         y, x = (Var(d, self.length[n]) for d, n in (("y", self.rows), ("x", self.columns)))
         shown = torch.float32 if self.kernel.exact else torch.float16  # what a last bit of the results could show in
         results = {n: Buffer(n, torch.bool if n == "mask" else shown, torch.device("cpu"), (), ()) for n in RESULTS}
         masks = {"y": self.ragged[self.rows], "x": self.ragged[self.columns]}
         space = Space("tile", body, x, y)
         return SlotPrinter(space, self.node.config, {**self.buffers, **results}, self.needs, masks)
+
+    def _coordinates(self) -> dict[Atom, IntLike]:
+        """What the slot's variables are here: rows y, columns x, and names of the text."""
+        names = {self.rows: "y", self.columns: "x"}
+        return {a.var: expr(Var(names.get(a.var.name, a.var.name), a.size)) for a in self.kernel.slot.axes}
 
     def _captured(self, s: Load | Store) -> Load | Store:
         if s.buffer in (*INPUTS, *RESULTS):
@@ -168,7 +168,7 @@ class FlexPrinter:
         )  # fmt: skip
 
     def _about(self) -> list[str]:
-        m, n = self.length["m"], self.length["n"]
+        m, n = self.given["q"].shape[2], self.length["n"]
         dtype = str(self.kernel.dtype).removeprefix("torch.")
         heads = f"heads of {self.head['d']}" + (f" and {self.head['e']}" if self.head["d"] != self.head["e"] else "")
         about = f"{self.batch} x {self.heads} of {m} queries, {n} keys, {heads}, {dtype}; {self.tiling}"
@@ -189,11 +189,12 @@ class FlexPrinter:
 
     # -- arguments --------------------------------------------------------------------------------------
     def place(self, role: str, batch: str, head: str, more: Sequence[tuple[int, str]] = ()) -> str:
-        """The address of an argument's element: of this batch and head, at (dimension, index) of ``more``."""
+        """The address of an argument's element: of this batch and head ("": of the first), at (dimension, index) of
+        ``more``."""
         v: View = self.given[role]
         parts = [self.slot.pointer(v.buffer)] + ([self.size(v.offset)] if v.offset != 0 else [])
         for d, name in ((0, batch), (1, head), *more):
-            if v.shape[d] != 1:
+            if v.shape[d] != 1 and name:
                 parts.append(name if v.strides[d] == 1 else f"{name} * {paren(self.size(v.strides[d]))}")
         return " + ".join(parts)
 
@@ -215,9 +216,18 @@ class FlexPrinter:
             if name in self.head:
                 if _power(self.head[name]) != self.head[name]:
                     masks.append(f"({name}{index} < {self.head[name]})")
-            elif self.ragged[name] and not whole:
-                masks.append(f"({name}{index} < {self.size(self.length[name])})")
+            elif not whole:
+                masks += self.inside(name, index)
         return f"{at} + ({' + '.join(parts)})", " & ".join(masks)
+
+    def inside(self, name: str, index: str) -> list[str]:
+        """The condition that queries or keys are before the end, if some may not be."""
+        return [f"({name}{index} < {self.size(self.length[name])})"] if self.ragged[name] else []
+
+    def write_rows(self, role: str, value: str) -> None:
+        """A result of the block's queries: a number of each, or (out) a row."""
+        index, e = ("[:, None]", [(3, "e", "[None, :]")]) if role == "out" else ("", [])
+        self.write(self.place(role, "b", "h"), role, [(2, "m", index), *e], value)
 
     def dot(self, a: str, b: str, acc: str = "") -> str:
         precision = ""
@@ -272,10 +282,23 @@ class FlexPrinter:
                 self._listed(walked, step, "full_")
             return
         if self._end(walked) != "0":
-            self.put(f"for start in tl.range(0, {self._end(walked)}, {walked.upper()}BLOCK, {self._stages}):")
+            first, last = self.walk(walked)
+            self.put(f"for start in tl.range({first}, {last}, {walked.upper()}BLOCK, {self._stages}):")
             self._body(walked, "start", step, True)
         if self.ragged[walked]:
             self._rest(walked, step)
+
+    def walk(self, walked: str) -> tuple[str, str]:
+        """From where to where this program walks along whole blocks."""
+        return "0", self._end(walked)
+
+    def rest_is_ours(self) -> str:
+        """The condition that this program has the block at the end. Empty: all have."""
+        return ""
+
+    def walk_list(self, which: str, each: int) -> tuple[str, str]:
+        """From where to where this program walks along a list, ``each`` blocks per entry."""
+        return "0", f"{which}count" if each == 1 else f"{which}count * {each}"
 
     def _end(self, walked: str) -> str:
         """Up to where blocks are whole."""
@@ -285,36 +308,45 @@ class FlexPrinter:
     def _rest(self, walked: str, step: Step) -> None:
         """The block at the end, if there is one that is not whole."""
         end = self._end(walked)
-        known = self.length[walked].constant is not None
-        if not known:
-            self.put(f"if {end} < {self.size(self.length[walked])}:")
-        self._body(walked, end, step, True, rest=True, inside=not known)
+        conditions = [self.rest_is_ours()]
+        if self.length[walked].constant is None:
+            conditions.append(f"{end} < {self.size(self.length[walked])}")
+        if text := " and ".join(filter(None, conditions)):
+            self.put(f"if {text}:")
+        self._body(walked, end, step, True, rest=True, inside=bool(text))
 
     def _listed(self, walked: str, step: Step, which: str) -> None:
         """The blocks of one list. A block of the mask is one of scores, or several."""
         sizes = dict(zip("mn", self.kernel.blocks))
         kept = "n" if walked == "m" else "m"
-        each, row = sizes[walked] // self.block[walked], "tile"
+        each = sizes[walked] // self.block[walked]
         if (length := self.length[walked].constant) is not None:  # a block of the mask may be as large as an integer
             each = max(1, min(each, -(-length // self.block[walked])))
-        if sizes[kept] != self.block[kept]:
-            row = f"tile // {sizes[kept] // self.block[kept]}"
+        row = self.mask_row(sizes[kept] // self.block[kept])
         self.put("# blocks that the mask cuts" if not which else "# blocks that it leaves whole")
         self.put(f"{which}count = tl.load({self.place(f'{which}num', 'b', 'h', [(2, paren(row))])})")
         self.put(f"{which}at = {self.place(f'{which}idx', 'b', 'h', [(2, paren(row))])}")
-        end = f"{which}count" if each == 1 else f"{which}count * {each}"
+        first, last = self.walk_list(which, each)
         stride = self.given[f"{which}idx"].strides[3]
         following = f"tl.minimum({'i + 1' if each == 1 else f'(i + 1) // {each}'}, {which}count - 1)"
         following += "" if stride == 1 else f" * {paren(self.size(stride))}"
         # An iteration begins with its block's number in a register: were it read there, keys and values could only be
         # requested once it has arrived, and Triton would divide the stages between the two.
-        self.put(f"next = tl.load({which}at)")
-        self.put(f"for i in tl.range(0, {end}, {self._stages}):")
+        start = (
+            "" if first == "0" or stride == 0 else f" + tl.minimum({first} // {each}, tl.maximum({which}count - 1, 0))"
+        )
+        start += "" if not start or stride == 1 else f" * {paren(self.size(stride))}"
+        self.put(f"next = tl.load({which}at{start})")
+        self.put(f"for i in tl.range({first}, {last}, {self._stages}):")
         inside = "" if each == 1 else f" + i % {each} * {self.block[walked]}"
         self.put(f"    start = next{self.wide} * {sizes[walked]}{inside}")
         if stride != 0:  # all of the list are one block: read again, it made Triton 3.6's pipeliner fail
             self.put(f"    next = tl.load({which}at + {following})")
         self._body(walked, "start", step, not which)
+
+    def mask_row(self, blocks: int) -> str:
+        """Which row (dkv: column) of the mask's blocks, ``blocks`` of ours each, is this program's."""
+        return "tile" if blocks == 1 else f"tile // {blocks}"
 
     @property
     def _stages(self) -> str:

@@ -1,10 +1,12 @@
 """Fused attention with the user's functions in it, as plain data: what an Extern calls that launches such a kernel.
 
-``kind``: ``forward``, ``dq`` (the gradient of the queries) or ``dkv`` (of keys and values). The Extern's ``kwargs``
-name what the kernel is given and writes:
+``kind``: ``forward``, ``decode`` (forward for few queries), ``dq`` (the gradient of the queries) or ``dkv`` (of keys
+and values). The Extern's ``kwargs`` name what the kernel is given and writes:
 
     q, k, v                     [B, H, M, D], [B or 1, H / groups, N, D], [B or 1, H / groups, N, E], any strides
     out, lse, top               results of forward; lse and top (the largest score) in base 2, optional
+    acc, total, top             results of decode with several splits, of each, float32: [B, H, splits, M, E] and
+                                [B, H, splits, M] (``lower.flex_decode``)
     do, lse, delta              backward: the gradient of out; delta is what all entries of a row of do @ v.T have too
                                 much
     dq, dk, dv                  results of backward
@@ -48,7 +50,9 @@ class FlexTiling:
 class FlexKernel(Launched):
     """``blocks``: queries and keys per block of the mask; (0, 0): it has none. ``strides``: of ``captured``, as the
     slot reads them. ``exact``: may a last bit of ``modified`` show? ``one_order``: are sums to have the same order
-    whatever the sizes but those of heads? ``tiling``: None until chosen."""
+    whatever the sizes but those of heads? ``packed``: query heads whose queries are rows of one block (decode).
+    ``splits``: programs that a row's keys are divided among (decode). ``asked``: fields of the tiling that the user's
+    call sets. ``tiling``: None until chosen."""
 
     kind: str
     slot: LoopNest
@@ -60,11 +64,23 @@ class FlexKernel(Launched):
     strides: tuple[tuple[Expr, ...], ...] = ()
     exact: bool = False
     one_order: bool = False
+    packed: int = 1
+    splits: int = 1
+    asked: tuple[tuple[str, int], ...] = ()
     tiling: FlexTiling | None = None
 
     @property
     def __name__(self) -> str:  # type: ignore[override]
+        if self.kind == "decode":
+            return "flex_decoding"
         return "flex_attention" if self.kind == "forward" else f"flex_attention_{self.kind}"
+
+    @property
+    def how(self) -> str:  # type: ignore[override]
+        if self.kind != "decode":
+            return Launched.how
+        rows = f"; the queries of {self.packed} heads are rows of one block" if self.packed > 1 else ""
+        return f"few queries: a row's keys are divided among {self.splits} programs{rows}"
 
     def __str__(self) -> str:
         return f"{self.__name__}({self.tiling or 'no tiling chosen'})"

@@ -20,6 +20,7 @@ from reflib.ir.program import Choice, View
 from . import flex_template as template
 from .context import LoweringContext
 from .extern import used_results
+from .flex_options import kernel_options as options_of
 from .rules import RULES, Unsupported
 from .subgraph import Refused, variant
 
@@ -48,8 +49,9 @@ def flex_attention(
         return found[0], *(x.float() for x in found[1:])  # (of float64 eager's are; the op says otherwise)
 
     def fused() -> Any:
-        captured = tuple(score_buffers), tuple(mask_buffers)
-        return template.forward(template.Attention(cx, query, key, value, block_mask, scale, captured), score_mod)
+        captured, asked = (tuple(score_buffers), tuple(mask_buffers)), options_of(cx.node, True)
+        a = template.Attention(cx, query, key, value, block_mask, scale, captured, asked)
+        return template.forward(a, score_mod)
 
     return _instead(cx, fused, dense, query, key, value, score_buffers, mask_buffers)
 
@@ -105,8 +107,8 @@ def flex_attention_backward(
     g = grad_out if grad_out is not None else cx.call(aten.zeros_like.default, out)
 
     def fused() -> Any:
-        captured = tuple(score_buffers), tuple(mask_buffers)
-        a = template.Attention(cx, query, key, value, block_mask, scale, captured)
+        captured, asked = (tuple(score_buffers), tuple(mask_buffers)), options_of(cx.node, False)
+        a = template.Attention(cx, query, key, value, block_mask, scale, captured, asked)
         return template.backward(a, out, logsumexp, g, grad_logsumexp, score_mod, joint)
 
     args = (query, key, value, out, logsumexp, g, grad_logsumexp, score_buffers, mask_buffers)

@@ -20,7 +20,9 @@ from reflib.ir.program import Choice, Extern, Node, Variant, View
 from reflib.target import Target, device_target, parse_target
 
 from .context import LoweringContext
+from .flex_decode import decode, few_queries
 from .flex_makers import inputs_from
+from .flex_options import KernelOptions
 from .flex_slot import Slot, symbols_of, without_sums
 from .flex_tilings import LARGEST_HEAD, LEAST_BLOCK, tilings
 from .matmul import float32_precision
@@ -35,8 +37,9 @@ class Attention:
 
     def __init__(
         self, cx: LoweringContext, q: View, k: View, v: View, block_mask: Sequence[Any], scale: Any,
-        captured: tuple[Sequence[Any], Sequence[Any]],
+        captured: tuple[Sequence[Any], Sequence[Any]], asked: KernelOptions,
     ):  # fmt: skip
+        self.asked, self.target = asked, target_of(cx)
         self.cx, self.scale, self.mask = cx, scale, block_mask
         self.mask_node: Any = next(a for a in cx.node.args if isinstance(a, tuple) and len(a) == len(block_mask))
         self.of_score, self.of_mask = captured
@@ -50,7 +53,7 @@ class Attention:
         low, views = self.cx.low, (self.q, self.k, self.v)
         if not self.cx.on_gpu:
             raise Refused("unsupported", "there is no fused kernel for a CPU")
-        target = target_of(self.cx)
+        target = self.target
         if target is not None and target.kind == "cuda" and target.capability < 80:
             raise Refused("unsupported", f"{target.arch} has no tensor cores that Triton uses")
         if self.q.dtype not in FLOATS or any(x.dtype != self.q.dtype for x in views):
@@ -89,7 +92,9 @@ class Attention:
         return (sizes[0], sizes[1]), found
 
     # -- kernels ----------------------------------------------------------------------------------------
-    def kernels(self, kinds: dict[str, dict[str, View]], given: dict[str, View], exact: bool) -> None:
+    def kernels(
+        self, kinds: dict[str, dict[str, View]], given: dict[str, View], exact: bool, packed: int = 1, splits: int = 1
+    ) -> None:
         """Append the kernels ``kinds`` with what they write, each given q, k, v and ``given``."""
         loops = self.slot.finish()
         views = self.slot.views()
@@ -104,6 +109,7 @@ class Attention:
             kernel = FlexKernel(
                 kind, slot, self.q.dtype, float(self.scale), self.groups, sizes, precision,
                 tuple(v.strides for v in views), exact, self.cx.low.options.batch_invariant,
+                packed, splits, self.asked.tiling(kind, sizes),
             )  # fmt: skip
             arguments = {"q": self.q, "k": self.k, "v": self.v, **given, **written, **lists}
             more = {"captured": views, "sizes": tuple(map(expr, symbols_of(loops)))}
@@ -117,8 +123,8 @@ class Attention:
             args = tuple(arguments.items())
             return Extern(name, k, (), args, (), written, origins=(replace(self.cx.origin, op=kernel.__name__),))
 
-        target = target_of(self.cx)
-        fixed = kernel.one_order or not again
+        target = self.target
+        fixed = kernel.one_order or not again or kernel.kind == "decode"
         if low.options.autotune == "off" or not low.choices or target is None or fixed:
             low.nodes.append(extern(kernel))
             return
@@ -137,7 +143,12 @@ def forward(attention: Attention, score_mod: Any) -> Any:
     wanted = used(a.cx)
     views = [a.cx.out(i) if i in wanted or i == 0 else None for i in range(len(a.cx.fakes))]
     written = {n: v for n, v in zip(("out", "lse", "top"), views) if v is not None}
-    a.kernels({"forward": written}, {}, a.q.dtype == torch.float32 or len(written) > 1)
+    exact = a.q.dtype == torch.float32 or len(written) > 1
+    how = few_queries(a)
+    if how is None:
+        a.kernels({"forward": written}, {}, exact)
+    else:
+        decode(a, how, written, exact)
     return tuple(views)
 
 

@@ -6,6 +6,7 @@ from math import prod
 
 import torch
 
+from reflib.errors import OptionError
 from reflib.ir.expr import Expr
 from reflib.ir.flex import INPUTS, FlexKernel, FlexTiling
 from reflib.ir.loops import Load
@@ -22,6 +23,9 @@ HOPPER: dict[tuple[str, int], Sequence[Row]] = {
     ("forward", 64): [(128, 128, 4, 3), (128, 64, 4, 3), (128, 128, 8, 3), (128, 64, 4, 4), (64, 128, 4, 3)],
     ("forward", 128): [(128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3)],
     ("forward", 256): [(64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 3)],
+    ("decode", 64): [(64, 128, 4, 3)],
+    ("decode", 128): [(64, 64, 4, 3)],
+    ("decode", 256): [(64, 32, 4, 3)],
     ("dq", 64): [(128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3)],
     ("dq", 128): [(128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (64, 128, 8, 2)],
     ("dq", 256): [(64, 64, 8, 1), (64, 32, 4, 2), (64, 64, 4, 1)],
@@ -33,6 +37,9 @@ AMPERE: dict[tuple[str, int], Sequence[Row]] = {
     ("forward", 64): [(128, 64, 4, 3), (128, 32, 4, 4), (128, 128, 8, 2), (64, 64, 4, 3)],
     ("forward", 128): [(128, 64, 8, 3), (128, 32, 4, 3), (64, 64, 4, 3), (128, 32, 8, 4)],
     ("forward", 256): [(64, 32, 4, 2), (128, 32, 8, 2), (32, 64, 4, 2)],
+    ("decode", 64): [(64, 128, 4, 3)],
+    ("decode", 128): [(64, 64, 4, 3)],
+    ("decode", 256): [(64, 32, 4, 3)],
     ("dq", 64): [(64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 4, 3)],
     ("dq", 128): [(64, 64, 4, 2), (128, 32, 8, 2), (64, 32, 4, 3)],
     ("dq", 256): [(64, 32, 4, 1), (64, 32, 8, 1), (32, 32, 4, 1)],
@@ -45,6 +52,9 @@ FULL: dict[tuple[str, int], Sequence[Row]] = {
     ("forward", 64): [(64, 32, 4, 2), (128, 32, 4, 2), (32, 64, 4, 2)],
     ("forward", 128): [(32, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)],
     ("forward", 256): [(32, 32, 4, 1), (16, 32, 4, 1)],
+    ("decode", 64): [(64, 32, 4, 2)],
+    ("decode", 128): [(32, 32, 4, 2)],
+    ("decode", 256): [(16, 32, 4, 1)],
     ("dq", 64): [(32, 32, 4, 1), (32, 32, 4, 2), (16, 16, 4, 1)],
     ("dq", 128): [(32, 32, 4, 1), (16, 16, 4, 1)],
     ("dq", 256): [(16, 16, 4, 1)],
@@ -59,15 +69,25 @@ def tilings(kernel: FlexKernel, heads: tuple[int, int], target: Target) -> list[
     tables, but those that fit with fewer stages only come after the others. Where the slot reads something for each
     score, Triton keeps that in shared memory as well: then those come last that leave room for few warps."""
     found: dict[FlexTiling, tuple[bool, bool]] = {}
-    for listed in _listed(kernel, heads, target):
+    asked = dict(kernel.asked)
+    for listed in (replace(t, **asked) for t in _listed(kernel, heads, target)):
         t, reads = listed, _read(kernel, listed) >= listed.m * listed.n
-        while t.num_stages > (2 if _fits(kernel, t, heads, target) else 1) and not (
-            _fits(kernel, t, heads, target) and (not reads or _busy(kernel, t, heads, target))
+        while (
+            "num_stages" not in asked
+            and t.num_stages > (2 if _fits(kernel, t, heads, target) else 1)
+            and not (_fits(kernel, t, heads, target) and (not reads or _busy(kernel, t, heads, target)))
         ):
             t = replace(t, num_stages=t.num_stages - 1)
         if _fits(kernel, t, heads, target):
             found.setdefault(t, (reads and not _busy(kernel, t, heads, target), t != listed))
-    return sorted(found, key=lambda t: found[t]) or [FlexTiling(LEAST_BLOCK, LEAST_BLOCK, 4, 1)]
+    least = replace(FlexTiling(LEAST_BLOCK, LEAST_BLOCK, 4, 1), **asked)
+    if not found and asked and not _fits(kernel, least, heads, target):
+        size = shared_bytes(kernel, least, heads, target)
+        raise OptionError(
+            f"flex_attention's kernel_options ask for a tiling of {least}, which takes {size} bytes of shared memory; "
+            f"{target.arch} has {target.shared}: give smaller blocks or fewer num_stages, or leave them out"
+        )
+    return sorted(found, key=lambda t: found[t]) or [least]
 
 
 def _fits(kernel: FlexKernel, t: FlexTiling, heads: tuple[int, int], target: Target) -> bool:
@@ -89,10 +109,11 @@ def _listed(kernel: FlexKernel, heads: tuple[int, int], target: Target) -> Itera
         yield _in_one_order(kernel, listed, target)
         return
     for m, n, warps, stages in listed:
-        m, n = (_covering(most, a.size) for most, a in zip((m, n), kernel.slot.axes[2:]))
+        queries, keys = (a.size for a in kernel.slot.axes[2:])
+        m, n = _covering(m, queries * kernel.packed), _covering(n, keys)
         block_q, block_k = kernel.blocks
         if block_q:  # a block of the mask is whole blocks of scores
-            m, n = _dividing(m, block_q), _dividing(n, block_k)
+            m, n = m if kernel.kind == "decode" else _dividing(m, block_q), _dividing(n, block_k)
         yield FlexTiling(m, n, warps, stages if target.kind == "cuda" else 1)
 
 
@@ -123,8 +144,9 @@ def shared_bytes(kernel: FlexKernel, t: FlexTiling, heads: tuple[int, int], targ
     one more.)"""
     d, e = (1 << max(4, (n - 1).bit_length()) for n in heads)
     kept, moving = (t.n, t.m) if kernel.kind == "dkv" else (t.m, t.n)
-    resident = kept * (d if kernel.kind == "forward" else d + e)
-    product = 0 if kernel.kind == "forward" else t.m * t.n * (2 if kernel.kind == "dkv" else 1)
+    forward = kernel.kind in ("forward", "decode")
+    resident = kept * (d if forward else d + e)
+    product = 0 if forward else t.m * t.n * (2 if kernel.kind == "dkv" else 1)
     coming = max(1, t.num_stages - (not _from_shared(target)))
     return (resident + product + coming * moving * (d + e)) * kernel.dtype.itemsize + coming * _read(kernel, t)
 

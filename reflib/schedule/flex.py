@@ -30,6 +30,7 @@ def variants(name: str, x: Extern, buffers: dict[str, Buffer], target: Target) -
     assert kernel.tiling is not None
     q, k = given["q"].shape, given["k"].shape
     products = [q[0] * q[1] * q[2], k[0] * k[1] * k[2]]  # indices of all queries, all keys
+    products += [buffers[given[n].buffer].extent for n in ("acc",) if n in given]
     limits = limit_facts([*(buffers[b].extent for b in x.reads()), *products])
     if any(s.lo < -(2**31) for s in symbols_in((x.args, x.kwargs))):
         limits = None
@@ -79,4 +80,4 @@ def _lengths(given: dict[str, View], kernel: FlexKernel) -> tuple[tuple[str, Exp
     block = {"m": kernel.tiling.m, "n": kernel.tiling.n}
     walked = "m" if kernel.kind == "dkv" else "n"
     block[walked] = max(block[walked], kernel.blocks["mn".index(walked)])
-    return ("m", given["q"].shape[2], block["m"]), ("n", given["k"].shape[2], block["n"])
+    return ("m", given["q"].shape[2] * kernel.packed, block["m"]), ("n", given["k"].shape[2], block["n"])
