@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 FEW = 128  # queries
 KEYS = 128  # per split, at least
 MOST = 128  # splits: what combines them holds one number of each in registers
-ROWS = 64  # of a block, at most
+ROWS = 32  # of a block, at most, as in ``flex_tilings``
 UNITS = 132  # multiprocessors, where the target is not known
 
 

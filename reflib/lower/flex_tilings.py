@@ -18,14 +18,16 @@ LEAST_BLOCK = 16  # queries or keys: what tensor cores take
 ONE_ORDER = 64  # of those that are walked along, at most, where their sums have one order
 
 Row = tuple[int, int, int, int]  # m, n, warps, stages
-# By kind and the larger head size: the first is the default.
+# By kind and the larger head size: the first is the default. (64 rows of "decode" would be products of a warp group on
+# Hopper: one of 141 calls had wrong results so on an H200, in half precision, with a last block of keys that is not
+# whole; the same text is right in Triton's interpreter. Not explained.)
 HOPPER: dict[tuple[str, int], Sequence[Row]] = {
     ("forward", 64): [(128, 128, 4, 3), (128, 64, 4, 3), (128, 128, 8, 3), (128, 64, 4, 4), (64, 128, 4, 3)],
     ("forward", 128): [(128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3)],
     ("forward", 256): [(64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 3)],
-    ("decode", 64): [(64, 128, 4, 3)],
-    ("decode", 128): [(64, 64, 4, 3)],
-    ("decode", 256): [(64, 32, 4, 3)],
+    ("decode", 64): [(32, 128, 4, 3)],
+    ("decode", 128): [(32, 64, 4, 3)],
+    ("decode", 256): [(32, 32, 4, 3)],
     ("dq", 64): [(128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3)],
     ("dq", 128): [(128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (64, 128, 8, 2)],
     ("dq", 256): [(64, 64, 8, 1), (64, 32, 4, 2), (64, 64, 4, 1)],
@@ -37,9 +39,9 @@ AMPERE: dict[tuple[str, int], Sequence[Row]] = {
     ("forward", 64): [(128, 64, 4, 3), (128, 32, 4, 4), (128, 128, 8, 2), (64, 64, 4, 3)],
     ("forward", 128): [(128, 64, 8, 3), (128, 32, 4, 3), (64, 64, 4, 3), (128, 32, 8, 4)],
     ("forward", 256): [(64, 32, 4, 2), (128, 32, 8, 2), (32, 64, 4, 2)],
-    ("decode", 64): [(64, 128, 4, 3)],
-    ("decode", 128): [(64, 64, 4, 3)],
-    ("decode", 256): [(64, 32, 4, 3)],
+    ("decode", 64): [(32, 128, 4, 3)],
+    ("decode", 128): [(32, 64, 4, 3)],
+    ("decode", 256): [(32, 32, 4, 3)],
     ("dq", 64): [(64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 4, 3)],
     ("dq", 128): [(64, 64, 4, 2), (128, 32, 8, 2), (64, 32, 4, 3)],
     ("dq", 256): [(64, 32, 4, 1), (64, 32, 8, 1), (32, 32, 4, 1)],
@@ -52,7 +54,7 @@ FULL: dict[tuple[str, int], Sequence[Row]] = {
     ("forward", 64): [(64, 32, 4, 2), (128, 32, 4, 2), (32, 64, 4, 2)],
     ("forward", 128): [(32, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)],
     ("forward", 256): [(32, 32, 4, 1), (16, 32, 4, 1)],
-    ("decode", 64): [(64, 32, 4, 2)],
+    ("decode", 64): [(32, 32, 4, 2)],
     ("decode", 128): [(32, 32, 4, 2)],
     ("decode", 256): [(16, 32, 4, 1)],
     ("dq", 64): [(32, 32, 4, 1), (32, 32, 4, 2), (16, 16, 4, 1)],
