@@ -249,9 +249,11 @@ def test_on_a_gpu_sums_are_kernels_as_those_of_fast(name: str, dtype: torch.dtyp
     assert shown("fast") == shown("eager")
 
 
-def test_sums_are_within_their_bounds() -> None:
-    found = results("sum_bounds_interpreting.py", *map(str, range(6)))
-    assert len(found) == 6 and not any(found.values()), found
+@pytest.mark.parametrize("seed", range(0, 6, 2))
+def test_sums_are_within_their_bounds(seed: int) -> None:
+    """Of float32, and of float16."""
+    found = results("sum_bounds_interpreting.py", str(seed), str(seed + 1))
+    assert len(found) == 2 and not any(found.values()), found
 
 
 def test_what_eager_adds_in_any_order_is_added_here() -> None:
