@@ -16,7 +16,8 @@ from reflib.package.export_cpp import export_cpp
 
 TOOLS = ("cmake", "ninja")
 # a third of the processor's time: one file for all sources, nothing optimized
-SOONER = "-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_CXX_FLAGS_RELEASE=-O0"
+PLAIN = "-DCMAKE_CXX_FLAGS_RELEASE=-O0"
+SOONER = "-DCMAKE_UNITY_BUILD=ON", PLAIN
 
 
 def missing_tools() -> list[str]:
@@ -32,11 +33,11 @@ def build_and_run(
     return run(build(folder), inputs)
 
 
-def build(folder: str | Path, as_written: bool = False) -> Path:
-    """The folder with the library and the example. ``as_written``: as a user builds it."""
+def build(folder: str | Path, flags: Sequence[str] = SOONER) -> Path:
+    """The folder with the library and the example. Without ``flags`` as a user builds it."""
     built = Path(folder) / "build"
     prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
-    command("cmake", "-G", "Ninja", "-S", folder, "-B", built, prefix, *(() if as_written else SOONER))
+    command("cmake", "-G", "Ninja", "-S", folder, "-B", built, prefix, *flags)
     command("cmake", "--build", built)
     return built
 

@@ -84,10 +84,11 @@ IN_PLACE = {f.__name__: f for f in (cache, perhaps, temporary, two, looped, scan
 
 
 def as_eager(fn: Callable[..., Any], **options: Any) -> None:
+    compiled = reflib.compile(fn, **options)
     for p in (True, False):
         mine, theirs = ([X.clone(), V.clone(), torch.tensor(p)] for _ in range(2))
         with torch.no_grad():
-            torch.testing.assert_close(reflib.compile(fn, **options)(*mine), fn(*theirs))
+            torch.testing.assert_close(compiled(*mine), fn(*theirs))
         torch.testing.assert_close(mine, theirs)
 
 

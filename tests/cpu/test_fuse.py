@@ -340,14 +340,14 @@ def test_a_chain_is_fused_in_linear_time():
         return lowered(fn, [R(16, 16), R(16, 16)])
 
     count = Counter()
-    for n in (100, 300):
+    for n in (50, 150):
         program = chain(n)
         sys.setprofile(lambda frame, event, arg, n=n: count.update([n]))
         try:
             fuse(program, Options(), GPU)
         finally:
             sys.setprofile(None)
-    assert count[300] < 4 * count[100], count  # of the square, 9
+    assert count[150] < 4 * count[50], count  # of the square, 9
 
 
 def test_a_path_may_lead_through_a_group_that_begins_before_both():

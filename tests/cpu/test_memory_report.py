@@ -83,9 +83,13 @@ def saved_bytes(e):
     return sum(h.bytes for h in e.memory.table[-1].held if h.kind == "saved")
 
 
-def test_every_step_beside_eager_in_training():
-    m, x = model()
-    e = reflib.explain(m, x, dynamic=False)
+@pytest.fixture(scope="module")
+def explained():
+    return reflib.explain(*model(), dynamic=False)
+
+
+def test_every_step_beside_eager_in_training(explained):
+    m, e = model()[0], explained
     mem, back = e.memory, e.backward.memory
     assert [s.bytes for s in mem.table] == [p.bytes for p in mem.moments] and mem.peak.bytes == mem.peak_bytes
     # eager, by hand: a block saves norm (and two numbers per row), up, gelu; it ends with down beside its input
@@ -132,7 +136,7 @@ def test_views_saved_of_one_tensor_count_once():
     assert back.peak_bytes <= back.eager_peak_bytes and back.order.given == back.peak_bytes
 
 
-def test_a_budget_saves_less_and_changes_no_result():
+def test_a_budget_saves_less_and_changes_no_result(explained):
     m, x = model()
     m(x).square().sum().backward()
     want = [x.grad, *(p.grad for p in m.parameters())]
@@ -143,7 +147,8 @@ def test_a_budget_saves_less_and_changes_no_result():
         torch._dynamo.reset()
         reflib.compile(m, activation_memory_budget=budget)(x).square().sum().backward()
         torch.testing.assert_close([x.grad, *(p.grad for p in m.parameters())], want, atol=1e-4, rtol=1e-4)
-        e = reflib.explain(m, x, target="cpu", activation_memory_budget=budget)
+        how = {"target": "cpu", "activation_memory_budget": budget}
+        e = explained if budget is None else reflib.explain(m, x, dynamic=False, **how)
         kept[budget] = saved_bytes(e)
         if budget is None:
             promised = {w.text: w.saves for w in e.memory.ways}

@@ -19,6 +19,7 @@ from reflib.package.build import results
 from reflib.package.export_cpp import MARKER, _why, export_cpp
 from tests import exported_cpp
 from tests.exported_cpp import (
+    PLAIN,
     CTensor,
     CValue,
     assert_reproducible,
@@ -58,15 +59,15 @@ def rows(n: int) -> tuple[Tensor, ...]:
 
 
 @pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(a package for CPUs, its project, built)."""
+def on_cpu(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> tuple[Path, Path]:
+    """(a package for CPUs, its project, built file by file; as a user does, but for a quick run)."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("cpu")
     n = Dim("n", min=3, max=50)
     shapes = {"x": {0: n}, "i": {0: n}, "seen": {0: n}, "y": None}
     reflib.aot_compile(Rows(), rows(8), folder / "rows.reflib", "cpu", dynamic_shapes=shapes)
     export_cpp(folder / "rows.reflib", folder / "project")
-    build(folder / "project", as_written=True)
+    build(folder / "project", [PLAIN] if pytestconfig.getoption("--quick") else [])
     return folder / "rows.reflib", folder / "project"
 
 
