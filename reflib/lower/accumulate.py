@@ -216,7 +216,7 @@ def _rows(x: View, dim: int, index: View, new: View) -> Rows | None:
     d, strides = axis(dim, len(x.shape)), index.strides
     if len(new.shape) != len(x.shape) or any(m != n for i, (m, n) in enumerate(zip(new.shape, x.shape)) if i != d):
         return None
-    if len(index.shape) == 1:
+    if len(index.shape) == 1 and (len(x.shape) > 1 or index.shape == new.shape):  # (scatter_add's may be shorter)
         strides = (*[expr(0)] * d, *strides)
     elif index.shape != new.shape or d == len(x.shape) - 1 or any(m != 0 for m in strides[d + 1 :]):
         return None
@@ -311,7 +311,10 @@ def _by_slots(cx: LoweringContext, start: View | None, rows: Rows) -> View:
         any_ = first < few
         more = any_ & (load(second, first, any_) < few)
         value = load(new, first, any_).to(sums.dtype) + load(sums, first, more)
-        return value if start is None else k.load(start).to(sums.dtype) + value
+        if start is None:
+            return value
+        old = k.load(start).to(sums.dtype)
+        return where(any_, old + value, old)  # (-0.0 stays what it is)
 
     return nest(cx, total)
 

@@ -16,9 +16,10 @@ of the GPU cannot ask for as many bytes at a time as its memory could deliver. S
 The functions of scores and masks, what they capture, block masks, and lengths of keys that change are as in the forward
 kernel, whose text it is (``generate.flex_decode``).
 
-**When.** Fewer than 128 queries, a number known when compiled, in one block of the mask; and several splits, or heads
-to pack. Not with ``batch_invariant``, since the number of splits depends on the batch, nor for a forward whose backward
-follows, unless the call asks for it (``kernel_options={"BACKEND": "TRITON_DECODE"}``).
+**When.** Fewer than 128 queries, a number known when compiled, in one block of the mask; and several splits, or blocks
+with several heads (fewer than 32 queries). Not with ``batch_invariant``, since the number of splits depends on the
+batch, nor for a forward whose backward follows, unless the call asks for it
+(``kernel_options={"BACKEND": "TRITON_DECODE"}``).
 """
 
 import math
@@ -68,7 +69,11 @@ def few_queries(a: "Attention") -> dict[str, int] | None:
         if isinstance(how, str):
             raise a.asked.error("BACKEND", f"the kernel for few queries does not support {how}; leave it out")
         return how
-    return None if isinstance(how, str) or set(how.values()) == {1} or _trained(a.cx.node) else how
+    if isinstance(how, str) or _trained(a.cx.node):
+        return None
+    packed = how["packed"]
+    shared = _tiles(packed * int(a.rows)) < packed  # (else the forward kernel reads keys less: its blocks are larger)
+    return how if how["splits"] > 1 or shared else None
 
 
 def _trained(node: torch.fx.Node) -> bool:
@@ -95,13 +100,18 @@ def _supported(a: "Attention") -> dict[str, int] | str:
     (block, _), lists = a.blocks(by_key=False)
     if block and queries > block:
         return f"{queries} queries in more than one block of the mask"
+    if dict(a.asked.tiling("decode", (0, 0))).get("m", 0) > ROWS:
+        return f"blocks of more than {ROWS} rows"  # (why: ``flex_tilings.HOPPER``)
     packed = a.groups if all(x.shape[1] == 1 for x in lists.values()) else 1
-    rows = packed * queries
-    tiles = -(-rows // max(LEAST_BLOCK, min(ROWS, 1 << (rows - 1).bit_length())))
-    programs = a.batch.hint() * (a.heads.hint() // packed) * tiles
+    programs = a.batch.hint() * (a.heads.hint() // packed) * _tiles(packed * queries)
     target = a.target
     found = a.asked.splits or splits(programs, a.columns, target.units if target else UNITS)
     return {"packed": packed, "splits": found}
+
+
+def _tiles(rows: int) -> int:
+    """Blocks of so many rows."""
+    return -(-rows // max(LEAST_BLOCK, min(ROWS, 1 << (rows - 1).bit_length())))
 
 
 def decode(a: "Attention", how: dict[str, int], written: dict[str, View], exact: bool) -> None:

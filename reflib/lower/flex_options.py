@@ -1,6 +1,6 @@
 """``kernel_options`` of a call of ``flex_attention``: which of PyTorch's keys mean something here.
 
-    BLOCK_M, BLOCK_N              queries (decoding: rows) and keys per block of the forward kernels
+    BLOCK_M, BLOCK_N              queries (decoding: rows, 32 at most) and keys per block of the forward kernels
     BLOCK_M1, BLOCK_N1            of the kernel of keys' and values' gradients
     BLOCK_M2, BLOCK_N2            of the kernel of queries' gradients
     num_warps, num_stages         of all three

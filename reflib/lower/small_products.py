@@ -42,7 +42,9 @@ def is_deep(cx: LoweringContext, a: View, b: View) -> bool:
 
 
 def _possible(cx: LoweringContext, a: View, b: View) -> bool:
-    return cx.on_gpu and cx.dtype.is_floating_point and a.dtype == b.dtype == cx.dtype
+    """``numerics="eager"`` leaves products to eager's calls."""
+    fast = cx.on_gpu and cx.low.options.numerics != "eager"
+    return fast and cx.dtype.is_floating_point and a.dtype == b.dtype == cx.dtype
 
 
 def deep_product(cx: LoweringContext, a: View, b: View) -> View:

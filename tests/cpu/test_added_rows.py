@@ -88,6 +88,22 @@ def test_a_position_out_of_range_is_added_nowhere(monkeypatch: pytest.MonkeyPatc
     assert {s.other for s in looked_up if s.mask is not None} <= {2**31 - 1}
 
 
+@pytest.mark.parametrize("rows", [50, 3])
+def test_fewer_positions_than_what_is_added_has(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ``scatter_add`` the index says how many."""
+    monkeypatch.setattr(accumulate, "LAUNCH", -(10**9))
+    x, new, i = torch.randn(rows).half(), torch.randn(900).half(), torch.randint(0, rows, (500,))
+    for symbolic in (False, True):
+        fused(lambda x, g, i: (x.scatter_add(0, i, g),), x, new, i, symbolic=symbolic)
+        fused(lambda g, i: (g.new_zeros(rows).scatter_add(0, i, g),), new, i, symbolic=symbolic)
+
+
+def test_a_row_that_no_position_names_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accumulate, "LAUNCH", -(10**9))
+    x, new, i = torch.full((9, 4), -0.0).half(), torch.ones(3, 4).half(), torch.tensor([2, 2, 7])
+    fused(lambda x, g, i: (x.index_add(0, i, g).copysign(x), 1 / x.index_add(0, i, g)), x, new, i)
+
+
 def test_stores_at_positions_that_are_known_stay_scatters() -> None:
     """Several points may store there: that is what a position that is no coordinate says."""
     e = reflib.explain(

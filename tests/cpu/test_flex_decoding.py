@@ -56,8 +56,11 @@ def test_which_calls_are_split():
         (replace(LONG, q=(1, 32, 40, 128), mask=at_end(8192, 40), block=32), {}),
         (LONG, {"batch_invariant": True}),
         (replace(LONG, q=(1, 8, 1, 128), kv=(1, 8, 200)), {}),  # nothing to pack, too few keys to split
+        (replace(LONG, q=(8, 32, 64, 128), kv=(8, 8, 8192)), {}),  # a block of 32 rows would have one head
     ):
         assert set(kernels(explained(case, **options))) == {"forward"}
+    many = kernels(explained(replace(LONG, q=(40, 32, 8, 128), kv=(40, 8, 8192))))["decode"]
+    assert (many.packed, many.splits) == (4, 1)
 
 
 def test_a_forward_that_is_trained_is_not(monkeypatch):
@@ -130,7 +133,7 @@ def test_candidates_are_as_asked():
 
 def test_which_kernel_is_asked_for():
     assert kernels(explained(LONG, {"SPLIT_KV": 5}))["decode"].splits == 5
-    for asked in ({"BACKEND": "TRITON"}, {"FORCE_USE_FLEX_ATTENTION": True}):
+    for asked in ({"BACKEND": "TRITON"}, {"FORCE_USE_FLEX_ATTENTION": True}, {"BLOCK_M": 64}):
         assert set(kernels(explained(LONG, asked))) == {"forward"}
     short = replace(LONG, q=(1, 8, 1, 128), kv=(1, 8, 200))
     assert set(kernels(explained(short, {"BACKEND": "TRITON_DECODE"}))) == {"decode"}
@@ -147,6 +150,7 @@ def test_which_kernel_is_asked_for():
         (replace(SQUARE, mask=None), {"BLOCK_N": 1024}, "bytes of shared memory; sm_90 has 232448: give smaller"),
         (SQUARE, {"BACKEND": "FLASH"}, "own kernels only; give AUTO, TRITON or TRITON_DECODE"),
         (SQUARE, {"BACKEND": "TRITON_DECODE"}, "does not support 256 queries; fewer than 128 only; leave it out"),
+        (LONG, {"BACKEND": "TRITON_DECODE", "BLOCK_M": 64}, "does not support blocks of more than 32 rows"),
         (LONG, {"SPLIT_KV": 0}, r"\['SPLIT_KV'\] = 0: it has to be a number from 1"),
     ],
     ids=lambda x: "" if isinstance(x, Case) else str(x)[:24],
