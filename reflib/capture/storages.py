@@ -47,7 +47,7 @@ def _among(view: torch.Tensor, base: torch.Tensor) -> bool:
     for s, last in dims:
         digit = min(left // s, last)
         left, room[s] = left - digit * s, last - digit
-    for n, step in zip(map(_now, view.shape), map(_now, view.stride())):
+    for n, step in ((_now(n), _now(s)) for n, s in zip(view.shape, view.stride()) if n != 1):
         on = next((s for s in room if step % s == 0 and (n - 1) * step // s <= room[s]), None)
         if on is None:
             return False

@@ -30,6 +30,7 @@ import torch
 from reflib.ir.expr import Expr, Sym, expr
 from reflib.ir.program import View
 
+from .flex_options import MOST
 from .flex_tilings import LEAST_BLOCK
 from .subgraph import put_instead
 
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 FEW = 128  # queries
 KEYS = 128  # per split, at least
-MOST = 128  # splits: what combines them holds one number of each in registers
 ROWS = 32  # of a block, at most, as in ``flex_tilings``
 UNITS = 132  # multiprocessors, where the target is not known
 

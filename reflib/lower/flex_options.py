@@ -38,6 +38,7 @@ HINTS = (
     *("kpack", "matrix_instr_nonkdim", "waves_per_eu", "OUTPUT_LOGSUMEXP", "OUTPUT_MAX"),
 )
 KNOWN = {*(k for keys in TILING.values() for k in keys), *LAUNCH, *WHICH, *HINTS}
+MOST = 128  # splits: what combines them holds one number of each in registers
 LIMITS = {"m": (16, 1024), "n": (16, 1024), "num_warps": (1, 32), "num_stages": (1, 16)}
 
 
@@ -67,7 +68,7 @@ class KernelOptions:
 
     @property
     def splits(self) -> int | None:
-        return self._number("SPLIT_KV", 1, 1024, power=False) if "SPLIT_KV" in self.values else None
+        return self._number("SPLIT_KV", 1, MOST, power=False) if "SPLIT_KV" in self.values else None
 
     @property
     def backend(self) -> str:
