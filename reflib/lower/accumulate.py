@@ -2,9 +2,9 @@
 
 ``x.index_add(0, index, new)`` is two loop nests: one fills the result with ``x``, the other runs over ``new`` and adds
 each element where it belongs. The second may compute ``new`` itself. Half dtypes are summed in float32, in a buffer of
-its own, and rounded once. Whole rows added into zeros need less: only those that several positions name have sums
-(``_by_slots``); each of a few rows is a sum over all positions (``_by_comparing``). Where many add to one place, they
-do it in copies of the result (``_in_copies``).
+its own, and rounded once. Whole rows of these need less: only those that several positions name have sums
+(``_by_slots``); each of a few rows of zeros is a sum over all positions (``_by_comparing``). Where many add to one
+place, they do it in copies of the result (``_in_copies``).
 
 On a GPU only; on a CPU, and with ``atomics=False``, these ops are calls of ATen. With ``batch_invariant`` rows of
 floats are added in their order (``segment_sums``), or by a call of ``index_put`` (``sorted_rows``), which sorts in each
