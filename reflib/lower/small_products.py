@@ -8,8 +8,8 @@ What it costs are loads: two per term, from L1 all but the first time, which ser
 elements per ps on an H200 (132 units) where a warp's 32 lie in one line, and as many times fewer as they lie in lines
 (rows of ``a`` beside each other in memory lie apart in each column). An element's share of memory is itself and
 ``depth / least`` of the longer operand, ``least`` the smaller of rows and columns, at 4 bytes per ps. The nest is taken
-where its loads need at most LIMIT times as long as that, which a fused neighbour saves at least. Of few elements a
-product takes a launch's time either way, and stays one.
+where its loads need at most as long as that; LIMIT times as long where a library's TILE of rows and columns would be
+partly empty. Of few elements a product takes a launch's time either way, and stays one.
 
 The gradients of such few coefficients are the contrary: few elements, each of them a sum over all points. They are a
 reduction, which is split over the device; a library's kernel has tiles of 32 or more rows and columns. (On an H200
@@ -25,7 +25,7 @@ DEPTH = 16  # terms
 ELEMENTS = 4096
 LOADS, BYTES = 7.2, 4.0  # per ps
 WARP, LINE = 32, 128  # lanes; bytes that L1 looks up at once
-LIMIT = 2
+LIMIT, TILE = 2, 32
 DEEP, FEW = 1 << 15, 64  # terms, elements
 
 
@@ -36,7 +36,8 @@ def is_small(cx: LoweringContext, a: View, b: View) -> bool:
         return False
     rows, columns = max(1, a.shape[-2].hint()), max(1, b.shape[-1].hint())
     lines = _lines(a, -2, -(-WARP // columns)) + _lines(b, -1, min(WARP, columns))
-    return depth * lines / LOADS <= LIMIT * (1 + depth / min(rows, columns)) * cx.dtype.itemsize / BYTES
+    least = min(rows, columns)
+    return depth * lines / LOADS <= (LIMIT if least < TILE else 1) * (1 + depth / least) * cx.dtype.itemsize / BYTES
 
 
 def _lines(v: View, dim: int, lanes: int) -> float:
