@@ -283,9 +283,8 @@ def _by_slots(cx: LoweringContext, start: View | None, rows: Rows) -> View:
 
     def load(v: View, position: Value, if_: Value) -> Value:
         """Its row there, or zero."""
-        return position.kernel.load(
-            v, [at(position, if_), *position.kernel.coords[-len(others) :][: len(v.shape) - 1]], if_
-        )
+        k = position.kernel
+        return k.load(v, [at(position, if_), *k.coords[-len(others) :][: len(v.shape) - 1]], if_)
 
     k = NestBuilder(cx, rows.shape)
     k.store(slot, k.index(k.linear(range(len(rows.shape)))), [rows.row(k, cx.shape)[0]])
@@ -309,12 +308,10 @@ def _by_slots(cx: LoweringContext, start: View | None, rows: Rows) -> View:
     def total(k: NestBuilder) -> Value:
         first = k.load(slot, [k.linear(range(rows.lead))])
         any_ = first < few
-        more = any_ & (load(second, first, any_) < few)
-        value = load(new, first, any_).to(sums.dtype) + load(sums, first, more)
-        if start is None:
-            return value
-        old = k.load(start).to(sums.dtype)
-        return where(any_, old + value, old)  # (-0.0 stays what it is)
+        more = load(sums, first, any_ & (load(second, first, any_) < few))
+        value = load(new, first, any_).to(sums.dtype) + more
+        old = 0.0 if start is None else k.load(start).to(sums.dtype)
+        return value if start is None else where(any_, value + old, old)  # (-0.0 stays what it is)
 
     return nest(cx, total)
 

@@ -19,8 +19,8 @@ ONE_ORDER = 64  # of those that are walked along, at most, where their sums have
 
 Row = tuple[int, int, int, int]  # m, n, warps, stages
 # By kind and the larger head size: the first is the default. (64 rows of "decode" would be products of a warp group on
-# Hopper: of 141 calls on an H200 one had wrong results so, in either half precision, with a last block of keys that is
-# not whole; the same text is right in Triton's interpreter. Not explained.)
+# Hopper: one call was wrong so on an H200, in either half precision, with a last block of keys that is not whole; the
+# same text is right in Triton's interpreter. Not explained.)
 HOPPER: dict[tuple[str, int], Sequence[Row]] = {
     ("forward", 64): [(128, 128, 4, 3), (128, 64, 4, 3), (128, 128, 8, 3), (128, 64, 4, 4), (64, 128, 4, 3)],
     ("forward", 128): [(128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3)],
